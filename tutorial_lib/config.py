@@ -1,0 +1,227 @@
+"""What a user may ask for: sampling, drafting method, KV cache, profile. Data only, checked when made.
+
+Names, aliases and defaults follow TensorRT-LLM 1.2 (`SamplingParams`, `*DecodingConfig`, `KvCacheConfig`), so that
+a cell written here runs there. Options that no backend of ours honours are not declared: passing one is a
+`TypeError` naming it, as it would be there for an unknown one. Which declared option a backend cannot honour is
+decided by that backend, by name (`tutorial_lib.api`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from .errors import OptionError
+
+
+def _need_int(name: str, value: object, minimum: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise OptionError(f"{name} is {value!r}", f"a whole number >= {minimum}", f"set {name} to such a number")
+    if value < minimum:
+        raise OptionError(f"{name} is {value}", f"a whole number >= {minimum}", f"set {name} to at least {minimum}")
+    return value
+
+
+def _need_float(name: str, value: object, low: float, high: float = math.inf, *, above: bool = False) -> float:
+    bounds = f"{'above' if above else 'at least'} {low:g}" + (f" and at most {high:g}" if high < math.inf else "")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise OptionError(f"{name} is {value!r}", f"a finite number {bounds}", f"correct {name}")
+    if value < low or (above and value == low) or value > high:
+        raise OptionError(f"{name} is {value}", f"a number {bounds}", f"correct {name}")
+    return float(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request is decoded and when it stops.
+
+    `temperature` None or 0 is greedy. `top_k` None or 0 keeps every token; `top_p` None or 1 likewise. `stop` strings
+    are cut from the text; the token that completes one is the last of `token_ids`. `logprobs=n` returns for every
+    emitted token its raw log-probability (before temperature and filters) and those of the n most likely tokens.
+    Without `seed` every call draws anew. Raises `OptionError` for a value out of range.
+    """
+
+    max_tokens: int = 32
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    repetition_penalty: float | None = None
+
+    def __post_init__(self) -> None:
+        _need_int("max_tokens", self.max_tokens, 1)
+        if self.temperature is not None:
+            _need_float("temperature", self.temperature, 0)
+        if self.top_k is not None:
+            _need_int("top_k", self.top_k, 0)
+        if self.top_p is not None:
+            _need_float("top_p", self.top_p, 0, 1, above=True)
+        if self.seed is not None:
+            _need_int("seed", self.seed, 0)
+        if self.logprobs is not None:
+            _need_int("logprobs", self.logprobs, 0)
+        if self.repetition_penalty is not None:
+            _need_float("repetition_penalty", self.repetition_penalty, 0, above=True)
+        if not isinstance(self.ignore_eos, bool):
+            raise OptionError(f"ignore_eos is {self.ignore_eos!r}", "True or False")
+        for text in self.stop_strings:
+            if not isinstance(text, str) or not text:
+                raise OptionError(f"stop holds {text!r}", "non-empty strings", "drop that entry")
+        for token in self.stop_token_ids or ():
+            _need_int("stop_token_ids entry", token, 0)
+
+    @property
+    def is_greedy(self) -> bool:
+        return not self.temperature
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvCacheConfig:
+    """The KV cache. `dtype="auto"` follows the weights; further forms arrive with the backends that support them."""
+
+    dtype: Literal["auto", "fp8"] = "auto"
+    enable_block_reuse: bool = False
+    tokens_per_block: int = 32
+    max_tokens: int | None = None
+    free_gpu_memory_fraction: float = 0.9
+    max_attention_window: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("auto", "fp8"):
+            raise OptionError(f"KvCacheConfig.dtype is {self.dtype!r}", "'auto' or 'fp8'")
+        _need_int("tokens_per_block", self.tokens_per_block, 1)
+        _need_float("free_gpu_memory_fraction", self.free_gpu_memory_fraction, 0, 1, above=True)
+        if self.max_tokens is not None:
+            _need_int("max_tokens", self.max_tokens, 1)
+
+    def changed_options(self) -> list[str]:
+        """Names of the options that differ from their defaults: what a backend must honour or refuse."""
+        return [f.name for f in fields(self) if getattr(self, f.name) != f.default]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodingBaseConfig:
+    """Common to every drafting method. `max_draft_len` is K, draft tokens per round; K = 0 is plain decoding and is
+    asked for by leaving `speculative_config` out, so 0 is refused here."""
+
+    decoding_type: ClassVar[str] = ""
+    max_draft_len: int = 4
+
+    def __post_init__(self) -> None:
+        _need_int("max_draft_len", self.max_draft_len, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftTargetDecodingConfig(DecodingBaseConfig):
+    """A second, smaller model proposes (Leviathan et al. 2023, arXiv 2211.17192). `speculative_model_dir` is a
+    checkpoint or an engine directory; `speculative_model` is TensorRT-LLM 1.2's other name for it."""
+
+    decoding_type: ClassVar[str] = "Draft_Target"
+    speculative_model_dir: str | Path | None = None
+    speculative_model: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = [x for x in (self.speculative_model_dir, self.speculative_model) if x is not None]
+        if len(given) != 1:
+            raise OptionError(
+                f"DraftTargetDecodingConfig got {len(given)} draft models",
+                "exactly one",
+                "give speculative_model_dir a checkpoint or an engine directory",
+            )
+        object.__setattr__(self, "speculative_model_dir", given[0])
+        object.__setattr__(self, "speculative_model", given[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class NGramDecodingConfig(DecodingBaseConfig):
+    """Prompt lookup: the longest n-gram that ends the text is looked up earlier in prompt + output, and what followed
+    it there is proposed. `is_use_oldest` takes the first such place, else the latest."""
+
+    decoding_type: ClassVar[str] = "NGram"
+    max_matching_ngram_size: int = 3
+    is_use_oldest: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _need_int("max_matching_ngram_size", self.max_matching_ngram_size, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookaheadDecodingConfig(DecodingBaseConfig):
+    """Lookahead decoding (Fu et al. 2024, arXiv 2402.02057): Jacobi window W, n-gram size N, verification set G."""
+
+    decoding_type: ClassVar[str] = "Lookahead"
+    max_window_size: int = 4
+    max_ngram_size: int = 3
+    max_verification_set_size: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("max_window_size", "max_ngram_size", "max_verification_set_size"):
+            _need_int(name, getattr(self, name), 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaDecodingConfig(DecodingBaseConfig):
+    """Medusa heads (Cai et al. 2024, arXiv 2401.10774)."""
+
+    decoding_type: ClassVar[str] = "Medusa"
+    speculative_model_dir: str | Path | None = None
+    medusa_choices: Sequence[Sequence[int]] | None = None
+    num_medusa_heads: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleDecodingConfig(DecodingBaseConfig):
+    """EAGLE heads; TensorRT-LLM 1.2 reads this as EAGLE-3 (Li et al. 2025, arXiv 2503.01840)."""
+
+    decoding_type: ClassVar[str] = "Eagle"
+    speculative_model_dir: str | Path | None = None
+    eagle3_one_model: bool = True
+
+
+SpeculativeConfig = DecodingBaseConfig
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One dial for size: what a notebook or command runs, by name. Data, not code."""
+
+    name: str
+    backend: str
+    target: str
+    drafter: str
+    dtype: str
+    max_draft_len: int
+    max_tokens: int
+    prompts_per_category: int
+    repeats: int
+    is_replay: bool = False
+    extra: Mapping[str, str] = field(default_factory=dict)
+
+
+PROFILES: dict[str, Profile] = {
+    "cpu": Profile("cpu", "torch", "embedded:target", "embedded:draft", "float32", 4, 64, 1, 3),
+    "replay": Profile("replay", "torch", "embedded:target", "embedded:draft", "float32", 4, 64, 1, 3, is_replay=True),
+}
+
+
+def profile(name: str) -> Profile:
+    """The profile called `name`; `OptionError` listing the known ones otherwise."""
+    if name not in PROFILES:
+        raise OptionError(f"profile {name!r} is unknown", f"one of {', '.join(PROFILES)}", "choose one of these")
+    return PROFILES[name]

@@ -1,0 +1,1 @@
+"""Whatever proposes. One module per method, all behind `Drafter` (see `base.py`)."""
