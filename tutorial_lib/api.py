@@ -1,0 +1,197 @@
+"""`LLM` and `build`: the two calls that notebooks and commands make.
+
+They choose a backend, turn text into token ids and hand over. Names and arguments are TensorRT-LLM's, so swapping
+`from tutorial_lib import LLM` for `from tensorrt_llm import LLM` is the porting step. What a backend cannot honour it
+refuses by name; nothing is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, overload
+
+from .config import DecodingBaseConfig, KvCacheConfig, SamplingParams
+from .errors import OptionError, PromptError
+from .results import Generation
+
+BACKENDS = {
+    "torch": ("torch_backend", "TorchBackend"),
+    "transformers": ("transformers", "TransformersBackend"),
+    "tensorrt_llm": ("tensorrt_llm", "TensorRTLLMBackend"),
+}
+
+Prompt = str | Sequence[int]
+Say = Callable[[str], None]
+
+
+def build(
+    checkpoint: str | Path,
+    output_dir: str | Path | None = None,
+    *,
+    backend: str = "torch",
+    dtype: str = "auto",
+    max_batch_size: int = 8,
+    max_seq_len: int | None = None,
+    max_draft_len: int = 16,
+    overwrite: bool = False,
+    say: Say = print,
+) -> Path:
+    """Compile a checkpoint into an engine directory and return its path. See `engine.build.build_engine`.
+
+    Without `output_dir` it goes to the cache and is reused next time. Raises `ModelError`, `OptionError`,
+    `EngineDirError`.
+    """
+    if backend != "torch":
+        raise OptionError(f"build() was asked for backend {backend!r}", "'torch'", "leave backend out")
+    from .engine.build import build_engine
+    from .models import resolve
+
+    return build_engine(
+        resolve(str(checkpoint), say=say),
+        output_dir,
+        dtype=dtype,
+        max_batch_size=max_batch_size,
+        max_seq_len=max_seq_len,
+        max_draft_len=max_draft_len,
+        overwrite=overwrite,
+        say=say,
+    ).path
+
+
+class LLM:
+    """A target, perhaps with a drafter, ready to generate.
+
+    model: a checkpoint (local folder, Hub id, "embedded:target", "dummy:<name>") or an engine directory; a checkpoint
+    is built into the cache first. speculative_config: the drafting method, None for plain decoding. dtype: "auto"
+    is float32 on a CPU. max_batch_size and max_seq_len: needed limits; None takes the engine's own, or the defaults
+    of `build`. Use it as a context manager, or `close()` it, to free its memory. Raises `WorkbookError`s.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        backend: str = "torch",
+        speculative_config: DecodingBaseConfig | None = None,
+        kv_cache_config: KvCacheConfig | None = None,
+        dtype: str = "auto",
+        max_batch_size: int | None = None,
+        max_seq_len: int | None = None,
+        device: str = "auto",
+        tensor_parallel_size: int = 1,
+        say: Say = lambda line: None,
+    ) -> None:
+        if backend not in BACKENDS:
+            raise OptionError(f"backend is {backend!r}", f"one of {', '.join(BACKENDS)}", "choose one of these")
+        module, name = BACKENDS[backend]
+        self._backend = getattr(import_module(f".backends.{module}", __package__), name)(
+            model,
+            speculative_config=speculative_config,
+            kv_cache_config=kv_cache_config,
+            dtype=dtype,
+            max_batch_size=max_batch_size,
+            max_seq_len=max_seq_len,
+            device=device,
+            tensor_parallel_size=tensor_parallel_size,
+            say=say,
+        )
+        self.speculative_config = speculative_config
+
+    @property
+    def tokenizer(self) -> Any:
+        """The target's tokenizer (a `transformers` fast tokenizer)."""
+        return self._backend.tokenizer
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What runs: backend, target, drafter, dtype, device, limits, tactics, build and load seconds."""
+        return self._backend.info
+
+    @overload
+    def generate(self, inputs: Prompt, sampling_params: SamplingParams | None = None) -> Generation: ...
+    @overload
+    def generate(
+        self, inputs: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Generation]: ...
+    def generate(self, inputs, sampling_params=None):
+        """Decode one prompt (text or token ids) or a list of them, in order; as many at once as the engine has slots.
+
+        Text gets the special tokens that the tokenizer adds by itself; a chat template is the caller's
+        (`tutorial_lib.bench.prompts.render`). sampling_params: one for all, or one for each; default greedy.
+        """
+        is_single = isinstance(inputs, str) or (len(inputs) > 0 and isinstance(inputs[0], int))
+        prompts = [self._ids(p) for p in ([inputs] if is_single else inputs)]
+        if not prompts and is_single is False and len(inputs) == 0:
+            raise PromptError("the list of prompts is empty", "at least one prompt")
+        params = sampling_params if isinstance(sampling_params, (list, tuple)) else [sampling_params] * len(prompts)
+        if len(params) != len(prompts):
+            raise OptionError(f"{len(params)} sampling_params for {len(prompts)} prompts", "one, or one for each")
+        generations = self._backend.generate(prompts, [p or SamplingParams() for p in params])
+        return generations[0] if is_single else generations
+
+    def generate_async(
+        self, inputs: Prompt, sampling_params: SamplingParams | None = None, streaming: bool = False
+    ) -> GenerationStream:
+        """One prompt, bit by bit. Iterate (also with `async for`, inside a running event loop) over the generation so
+        far after every round; without `streaming` only the finished one comes. `.result()` waits for the end."""
+        stream = self._backend.stream(self._ids(inputs), sampling_params or SamplingParams())
+        return GenerationStream(stream, streaming)
+
+    def time_steps(self, rows: Sequence[int], context: int = 128) -> dict[int, float]:
+        """Median seconds of one target pass with each number of rows, after `context` tokens (torch backend)."""
+        return self._timer("time_steps")(rows, context)
+
+    def time_draft(self, max_draft_len: int, context: int = 128) -> float:
+        """Median seconds of drafting `max_draft_len` tokens, after `context` tokens (torch backend)."""
+        return self._timer("time_draft")(max_draft_len, context)
+
+    def close(self) -> None:
+        """Free weights and caches."""
+        self._backend.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return list(self.tokenizer(prompt).input_ids) if prompt else []
+        return [int(token) for token in prompt]
+
+    def _timer(self, name: str) -> Callable[..., Any]:
+        timer = getattr(self._backend, name, None)
+        if timer is None:
+            raise OptionError(f"backend {self.info['backend']!r} cannot time its steps apart", "backend 'torch'")
+        return timer
+
+
+class GenerationStream:
+    """The result of `LLM.generate_async`. Every item is a `Generation` whose text and tokens have grown."""
+
+    def __init__(self, stream: Iterator[Generation], streaming: bool) -> None:
+        self._stream, self._streaming = stream, streaming
+
+    def __iter__(self) -> Iterator[Generation]:
+        if self._streaming:
+            yield from self._stream
+        else:
+            yield self.result()
+
+    async def __aiter__(self) -> AsyncIterator[Generation]:
+        iterator, done = iter(self), object()
+        while (item := await asyncio.to_thread(next, iterator, done)) is not done:
+            yield item  # type: ignore[misc]
+
+    def result(self) -> Generation:
+        """Run to the end and return the finished generation."""
+        last = None
+        for last in self._stream:
+            pass
+        if last is None:
+            raise OptionError("this stream was already read to its end", "a fresh one", "call generate_async again")
+        return last

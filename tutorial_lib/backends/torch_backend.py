@@ -1,0 +1,176 @@
+"""The workbook's own engine behind `LLM`: opens (or builds) engine directories, pairs target and drafter, decodes."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..config import DecodingBaseConfig, DraftTargetDecodingConfig, KvCacheConfig, NGramDecodingConfig, SamplingParams
+from ..drafters.draft_model import DraftModelDrafter
+from ..drafters.ngram import NGramDrafter
+from ..engine.build import build_engine, load_model, machine_arch
+from ..engine.engine import Engine
+from ..engine_dir import EngineInfo, is_engine_dir, open_engine, require
+from ..errors import OptionError
+from ..models import Checkpoint, check_pair, load_tokenizer, resolve
+from ..results import Generation
+
+METHODS = (DraftTargetDecodingConfig, NGramDecodingConfig)
+
+
+class TorchBackend:
+    """model: a checkpoint name (built into the cache if need be) or an engine directory. See `tutorial_lib.LLM`."""
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        speculative_config: DecodingBaseConfig | None = None,
+        kv_cache_config: KvCacheConfig | None = None,
+        dtype: str = "auto",
+        max_batch_size: int | None = None,
+        max_seq_len: int | None = None,
+        device: str = "auto",
+        tensor_parallel_size: int = 1,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        _refuse_unsupported(speculative_config, kv_cache_config, device, tensor_parallel_size)
+        self._build = {"dtype": dtype, "max_batch_size": max_batch_size, "max_seq_len": max_seq_len, "say": say}
+        target = self._open(model)
+        if speculative_config is not None:
+            require(target, max_draft_len=speculative_config.max_draft_len)
+        drafter = None
+        if isinstance(speculative_config, DraftTargetDecodingConfig):
+            drafter = self._open_drafter(speculative_config.speculative_model_dir, target)
+            check_pair(_as_checkpoint(target), _as_checkpoint(drafter))
+        start = time.perf_counter()
+        self.tokenizer = load_tokenizer(_as_checkpoint(target))
+        self.engine: Engine | None = _assemble(target, drafter, speculative_config, self.tokenizer)
+        self.info: dict[str, Any] = {
+            "backend": "torch",
+            "target": target.checkpoint,
+            "drafter": _drafter_name(speculative_config, drafter),
+            "dtype": target.dtype,
+            "drafter_dtype": drafter.dtype if drafter else None,
+            "device": "cpu",
+            "arch": target.arch,
+            "threads": torch.get_num_threads(),
+            "max_draft_len": speculative_config.max_draft_len if speculative_config else 0,
+            "limits": dict(target.manifest["limits"]),
+            "tactics": target.tactics,
+            "build_s": target.manifest["build"]["seconds"] + (drafter.manifest["build"]["seconds"] if drafter else 0.0),
+            "load_s": round(time.perf_counter() - start, 3),
+            "engine_bytes": target.total_bytes,
+            "eos_token_ids": sorted(target.eos_token_ids),
+        }
+
+    def generate(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Generation]:
+        return self._running().generate(prompts, params)
+
+    def stream(self, prompt: Sequence[int], params: SamplingParams) -> Iterator[Generation]:
+        return self._running().stream(prompt, params)
+
+    def time_steps(self, rows: Sequence[int], context: int) -> dict[int, float]:
+        """Median seconds of one target pass by number of rows, see `Engine.time_steps`."""
+        return self._running().time_steps(rows, context)
+
+    def time_draft(self, max_draft_len: int, context: int) -> float:
+        """Median seconds of drafting `max_draft_len` tokens, see `Engine.time_draft`."""
+        return self._running().time_draft(max_draft_len, context)
+
+    def close(self) -> None:
+        self.engine = None
+        gc.collect()
+
+    def _running(self) -> Engine:
+        if self.engine is None:
+            raise OptionError("this LLM was closed", "an open one", "make a new LLM")
+        return self.engine
+
+    def _open(self, model: str | Path) -> EngineInfo:
+        if is_engine_dir(model):
+            info = open_engine(model, backend="torch", arch=machine_arch())
+            asked = {k: self._build[k] for k in ("max_batch_size", "max_seq_len")}
+            require(info, **asked)
+            if self._build["dtype"] not in ("auto", info.dtype):
+                raise OptionError(
+                    f"the engine directory holds {info.dtype} weights and dtype={self._build['dtype']!r} was asked for",
+                    "the engine's own dtype",
+                    "leave dtype out, or build another engine",
+                )
+            return info
+        options = {k: v for k, v in self._build.items() if v is not None}
+        info = build_engine(resolve(str(model), say=options["say"]), **options)
+        return open_engine(info.path, backend="torch", arch=machine_arch())
+
+    def _open_drafter(self, model: str | Path | None, target: EngineInfo) -> EngineInfo:
+        """The drafter as long as the target, or as long as its own context reaches; beyond that it does not draft."""
+        if is_engine_dir(str(model)):
+            info = open_engine(str(model), backend="torch", arch=machine_arch())
+            require(info, max_batch_size=target.max_batch_size)
+            return info
+        checkpoint = resolve(str(model), say=self._build["say"])
+        own = checkpoint.config.get("max_position_embeddings", target.max_seq_len)
+        info = build_engine(
+            checkpoint,
+            dtype="float32" if self._build["dtype"] == "int8" else self._build["dtype"],
+            max_batch_size=target.max_batch_size,
+            max_seq_len=min(target.max_seq_len, own),
+            max_draft_len=target.max_draft_len,
+            say=self._build["say"],
+        )
+        return open_engine(info.path, backend="torch", arch=machine_arch())
+
+
+def _refuse_unsupported(
+    speculative: DecodingBaseConfig | None, kv: KvCacheConfig | None, device: str, tensor_parallel_size: int
+) -> None:
+    if speculative is not None and not isinstance(speculative, METHODS):
+        raise OptionError(
+            f"the torch backend does not run {type(speculative).__name__}", f"one of {[m.__name__ for m in METHODS]}"
+        )
+    if kv is not None and kv.changed_options():
+        raise OptionError(
+            f"the torch backend on a CPU cannot honour KvCacheConfig({kv.changed_options()[0]}=…)",
+            "its default",
+            "leave it out",
+        )
+    if device not in ("auto", "cpu"):
+        raise OptionError(f"device is {device!r}", "'auto' or 'cpu' for the torch backend", "leave it out")
+    if tensor_parallel_size != 1:
+        raise OptionError(f"tensor_parallel_size is {tensor_parallel_size}", "1 on a CPU", "leave it out")
+
+
+def _as_checkpoint(info: EngineInfo) -> Checkpoint:
+    """An engine directory carries its tokenizer and config, so it can stand for its checkpoint."""
+    return Checkpoint(name=info.checkpoint, folder=info.path, config=info.model_config)
+
+
+def _assemble(
+    target: EngineInfo, drafter: EngineInfo | None, config: DecodingBaseConfig | None, tokenizer: Any
+) -> Engine:
+    model, _ = load_model(target)
+    proposer: DraftModelDrafter | NGramDrafter | None = None
+    if drafter is not None:
+        draft_model, head_ids = load_model(drafter)
+        proposer = DraftModelDrafter(draft_model, model.config.vocab_size, head_ids)
+    elif isinstance(config, NGramDecodingConfig):
+        proposer = NGramDrafter(config, target.eos_token_ids)
+    return Engine(
+        model,
+        tokenizer,
+        target.eos_token_ids,
+        drafter=proposer,
+        max_draft_len=config.max_draft_len if config else 0,
+    )
+
+
+def _drafter_name(config: DecodingBaseConfig | None, drafter: EngineInfo | None) -> str | None:
+    if drafter is not None:
+        return drafter.checkpoint
+    return None if config is None else config.decoding_type.lower()

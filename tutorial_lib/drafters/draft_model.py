@@ -1,0 +1,115 @@
+"""Draft-target speculation: a smaller model decodes K tokens, one after the other.
+
+It keeps its own KV cache and follows the text by comparison: whatever its cache holds beyond the text it is now given
+was rejected and is overwritten. After a round in which every draft was accepted it has not yet seen its own last
+token; the comparison finds that too, and the next round feeds two tokens instead of one.
+
+A drafter may draft over a shortlist of the vocabulary (`head_ids`): the output head is most of a small model's work.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from ..config import SamplingParams
+from ..engine.model import Model, Segment
+from ..engine.sampling import Purpose, draw, penalize_repetition, probabilities, uniform
+from .base import Draft, SlotState
+
+log = logging.getLogger(__name__)
+PREFILL_CHUNK = 512
+
+
+class DraftModelDrafter:
+    """model: the drafter. vocab_size: the target's, which proposals are expressed in. head_ids: [V_d] target ids of
+    the drafter's output rows, or None if row i is id i."""
+
+    def __init__(self, model: Model, vocab_size: int, head_ids: torch.Tensor | None = None) -> None:
+        self.model, self.vocab_size, self.head_ids = model, vocab_size, head_ids
+        self._ids = None if head_ids is None else head_ids.tolist()
+        self._cached: dict[int, list[int]] = {}  # slot -> the ids whose keys and values the cache holds
+        self._known: dict[int, int] = {}  # slot -> how many of them are certainly text
+        self._has_noted_limit = False
+
+    def reset(self, slot: int, prompt_ids: Sequence[int]) -> None:
+        """Prefill the drafter with the prompt, as far as its own context reaches."""
+        prompt = list(prompt_ids[: self.model.max_seq_len])
+        for start in range(0, len(prompt), PREFILL_CHUNK):
+            chunk = prompt[start : start + PREFILL_CHUNK]
+            self.model.forward(chunk, [Segment(slot, start, len(chunk))])
+        self._cached[slot], self._known[slot] = prompt, len(prompt)
+
+    def propose(self, states: Sequence[SlotState]) -> list[Draft]:
+        tokens: list[list[int]] = [[] for _ in states]
+        probs: list[list[torch.Tensor]] = [[] for _ in states]
+        budgets = [self._budget(s) for s in states]
+        feed = {i: self._catch_up(s) for i, s in enumerate(states) if budgets[i] > 0}
+        while feed:
+            for i, logits in zip(feed, self._step(states, feed), strict=True):
+                token, q = self._choose(states[i], tokens[i], logits)
+                tokens[i].append(token)
+                if q is not None:
+                    probs[i].append(q)
+            feed = {i: tokens[i][-1:] for i in feed if len(tokens[i]) < budgets[i]}
+        return [Draft(tuple(t), probs=torch.stack(q) if q else None) for t, q in zip(tokens, probs, strict=True)]
+
+    def observe(self, accepted: Sequence[tuple[int, int]]) -> None:
+        """Nothing to do: the next `propose` compares its cache with the text."""
+
+    def _budget(self, state: SlotState) -> int:
+        """Draft tokens that still fit the drafter's own context (the last one is never fed)."""
+        room = self.model.max_seq_len - len(state.token_ids) + 1
+        if room < state.budget and not self._has_noted_limit:
+            self._has_noted_limit = True
+            log.warning("the drafter's context ends at %d tokens: no drafts beyond it", self.model.max_seq_len)
+        return max(0, min(state.budget, room))
+
+    def _catch_up(self, state: SlotState) -> list[int]:
+        """Drop from the cache what is not text; return the text that it lacks (at least the last token)."""
+        cached, ids = self._cached[state.slot], state.token_ids
+        same = min(self._known[state.slot], len(ids) - 1)
+        while same < min(len(cached), len(ids) - 1) and cached[same] == ids[same]:
+            same += 1
+        del cached[same:]
+        self._known[state.slot] = len(ids)
+        return ids[same:]
+
+    def _step(self, states: Sequence[SlotState], feed: dict[int, list[int]]) -> torch.Tensor:
+        """Feed every slot its tokens; logits after each slot's last one, float32 [slots, V_d]."""
+        rows, segments, last = [], [], []
+        for i, ids in feed.items():
+            cached = self._cached[states[i].slot]
+            segments.append(Segment(states[i].slot, len(cached), len(ids)))
+            cached.extend(ids)
+            rows += ids
+            last.append(len(rows) - 1)
+        hidden = self.model.forward(rows, segments)
+        return self.model.logits(hidden[last] if len(rows) > len(last) else hidden)
+
+    def _choose(self, state: SlotState, drafted: list[int], logits: torch.Tensor) -> tuple[int, torch.Tensor | None]:
+        """One draft token and, if it was sampled, the distribution over the target's vocabulary that it came from."""
+        params: SamplingParams = state.params
+        is_penalized = params.repetition_penalty not in (None, 1.0)
+        if params.is_greedy and not is_penalized:
+            best = int(logits[: self.vocab_size].argmax() if self._ids is None else logits.argmax())
+            return (best if self._ids is None else self._ids[best]), None
+        logits = self._over_target_vocabulary(logits)
+        if is_penalized:
+            logits = penalize_repetition(logits, state.token_ids + drafted, params.repetition_penalty)
+        if params.is_greedy:
+            return int(logits.argmax()), None
+        q = probabilities(logits, params)
+        return draw(q, uniform(state.seed, len(state.token_ids) + len(drafted), Purpose.DRAFT)), q
+
+    def _over_target_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
+        """float32 [V of the target]; ids that the drafter cannot propose get -inf."""
+        full = torch.full((self.vocab_size,), -torch.inf, device=logits.device)
+        if self.head_ids is not None:
+            full[self.head_ids] = logits
+        else:
+            common = min(self.vocab_size, logits.shape[-1])
+            full[:common] = logits[:common]
+        return full

@@ -1,0 +1,191 @@
+"""Compile a checkpoint into an engine directory for this machine's CPU, and load one.
+
+Building packs the weights (`model.pack`), quantizes them where asked, times the matrix kernels and stores the winner
+for each shape and row count (the tactic table). Loading reads, checks and packs; it decides nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from ..engine_dir import FORMAT_VERSION, EngineInfo, create
+from ..errors import OptionError
+from ..models import Checkpoint, cache_dir, load_tokenizer
+from .linear import choose_kernels, make_int8_linear, make_linear, quantize_int8
+from .model import Model, ModelConfig, pack
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.bfloat16}  # form -> activations
+LINEARS = ("qkv", "o", "gate_up", "down")
+DEFAULT_MAX_SEQ_LEN = 2048
+WEIGHTS = "model.safetensors"
+
+Say = Callable[[str], None]
+
+
+def machine_arch() -> str:
+    """What a CPU engine is built for, for example "cpu-x86_64"."""
+    return f"cpu-{platform.machine()}"
+
+
+def build_engine(
+    checkpoint: Checkpoint,
+    output_dir: str | Path | None = None,
+    *,
+    dtype: str = "auto",
+    max_batch_size: int = 8,
+    max_seq_len: int | None = None,
+    max_draft_len: int = 16,
+    overwrite: bool = False,
+    say: Say = print,
+) -> EngineInfo:
+    """Build `output_dir` (default: a folder of the cache named by everything that matters, reused if it is there).
+
+    dtype: "float32" (exact; what "auto" means on a CPU), "bfloat16", or "int8" (weight-only, bfloat16 activations).
+    max_seq_len: prompt and output together, None for the smaller of 2048 and the model's own limit. Raises
+    `OptionError` for a limit the model does not have, `EngineDirError` for an output directory that cannot be used.
+    """
+    dtype = "float32" if dtype == "auto" else dtype
+    if dtype not in DTYPES:
+        raise OptionError(f"dtype is {dtype!r}", f"auto, {', '.join(DTYPES)}", "choose one of these")
+    config = ModelConfig.from_hf(checkpoint.config)
+    limits = {
+        "max_batch_size": _at_least("max_batch_size", max_batch_size, 1),
+        "max_seq_len": _sequence_limit(max_seq_len, config),
+        "max_draft_len": _at_least("max_draft_len", max_draft_len, 0),
+    }
+    wanted = {"checkpoint_fingerprint": checkpoint.fingerprint(), "dtype": dtype, "limits": limits}
+    if output_dir is None:
+        output_dir = cache_dir() / "engines" / _cache_name(checkpoint.name, wanted)
+
+    def write(staging: Path) -> dict[str, Any]:
+        say(f"building {checkpoint.name} for {machine_arch()}, {dtype}")
+        return _write(staging, checkpoint, config, dtype, limits, say)
+
+    return create(output_dir, write, overwrite=overwrite, wanted=wanted, say=say)
+
+
+def _at_least(name: str, value: int, minimum: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise OptionError(f"{name} is {value!r}", f"a whole number >= {minimum}", f"correct {name}")
+    return value
+
+
+def _sequence_limit(asked: int | None, config: ModelConfig) -> int:
+    own = config.max_position_embeddings
+    if asked is None:
+        return min(DEFAULT_MAX_SEQ_LEN, own)
+    if _at_least("max_seq_len", asked, 2) > own:
+        raise OptionError(f"max_seq_len is {asked}", f"at most {own}, the model's own context", "ask for less")
+    return asked
+
+
+def _cache_name(name: str, wanted: Mapping[str, Any]) -> str:
+    key = json.dumps([wanted, FORMAT_VERSION, machine_arch(), torch.__version__, torch.get_num_threads()])
+    slug = "".join(c if c.isalnum() else "-" for c in name).strip("-")[-40:]
+    return f"{slug}-{wanted['dtype']}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+
+
+# ------------------------------------------------------------------------------------------------------------- build
+
+
+def _write(
+    staging: Path, checkpoint: Checkpoint, config: ModelConfig, dtype: str, limits: Mapping[str, int], say: Say
+) -> dict[str, Any]:
+    steps, clock = {}, time.perf_counter()
+
+    def lap(name: str) -> None:
+        nonlocal clock
+        now = time.perf_counter()
+        steps[name], clock = round(now - clock, 3), now
+
+    with torch.inference_mode():
+        head_ids = checkpoint.draft_vocab()
+        packed = pack(checkpoint.tensors(dtype=DTYPES[dtype]), config, head_ids)
+        if dtype == "int8":
+            packed = _quantize(packed, config)
+        if head_ids is not None:
+            packed["head_ids"] = head_ids
+        lap("pack")
+        tactics = {} if dtype == "int8" else _tactics(packed, config)
+        lap("time kernels")
+        save_file({name: t.contiguous() for name, t in packed.items()}, staging / WEIGHTS)
+        load_tokenizer(checkpoint).save_pretrained(staging)
+        lap("write")
+    for name, tactic in tactics.items():
+        kernels = ", ".join(sorted(set(tactic["kernel_by_rows"].values())))
+        say(f"  {name}: {kernels}")
+    return {
+        "backend": "torch",
+        "checkpoint": checkpoint.name,
+        "checkpoint_fingerprint": checkpoint.fingerprint(),
+        "model_config": dict(checkpoint.config),
+        "dtype": dtype,
+        "arch": machine_arch(),
+        "limits": dict(limits),
+        "eos_token_ids": sorted(checkpoint.eos_token_ids()),
+        "tactics": tactics,
+        "build": {
+            "seconds": round(sum(steps.values()), 3),
+            "steps": steps,
+            "command": _command(checkpoint.name, dtype, limits),
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+        },
+    }
+
+
+def _command(name: str, dtype: str, limits: Mapping[str, int]) -> str:
+    options = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in limits.items())
+    return f"workbook build {name} --dtype {dtype} {options}"
+
+
+def _tactics(packed: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, Any]:
+    """kind of product -> `choose_kernels`; all layers of one kind have one shape and are timed together."""
+    groups = {kind: [packed[f"{i}.{kind}"] for i in range(config.num_layers)] for kind in LINEARS}
+    groups["head"] = [packed.get("head", packed["embed"])]
+    return {kind: {"shape": list(weights[0].shape), **choose_kernels(weights)} for kind, weights in groups.items()}
+
+
+def _quantize(packed: dict[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
+    names = [f"{i}.{kind}" for i in range(config.num_layers) for kind in LINEARS] + ["head"]
+    out = dict(packed)
+    for name in names:
+        out[name], out[f"{name}.scale"] = quantize_int8(packed[name] if name in packed else packed["embed"])
+    return out
+
+
+# -------------------------------------------------------------------------------------------------------------- load
+
+
+def load_model(info: EngineInfo) -> tuple[Model, torch.Tensor | None]:
+    """The packed model of an engine directory, and the ids of its output rows where it drafts over a shortlist."""
+    config = ModelConfig.from_hf(info.model_config)
+    packed = load_file(info.path / WEIGHTS)
+    names = [f"{i}.{kind}" for i in range(config.num_layers) for kind in LINEARS] + ["head"]
+    linears = {name: _linear(name, packed, info) for name in names}
+    vectors = {name: t for name, t in packed.items() if name == "norm" or name.endswith("_norm")}
+    model = Model(
+        config,
+        linears,
+        vectors,
+        packed["embed"],
+        max_slots=info.max_batch_size,
+        max_seq_len=info.max_seq_len,
+    )
+    return model, packed.get("head_ids")
+
+
+def _linear(name: str, packed: Mapping[str, torch.Tensor], info: EngineInfo) -> Callable[[torch.Tensor], torch.Tensor]:
+    weight, bias = packed.get(name, packed["embed"]), packed.get(f"{name}.bias")
+    if info.dtype == "int8":
+        return make_int8_linear(weight, packed[f"{name}.scale"], bias)
+    return make_linear(weight, bias, info.tactics[name.split(".")[-1]]["kernel_by_rows"])

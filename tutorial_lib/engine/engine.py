@@ -1,0 +1,336 @@
+"""The decode loop: admit, draft, verify, accept, emit. One round serves every active request at once.
+
+    while requests wait or run:
+        admit waiting requests into free slots (prefill, first token)
+        drafts  = drafter.propose(active)                      # nothing, without a drafter
+        logits  = target.forward(last token + drafts, ragged)   # one pass, K + 1 rows for each request
+        verdict = accept(drafts, logits)                        # verify.py
+        emit the accepted tokens and the bonus token, stop where the request says so
+
+Each request keeps its own length, so requests that accept differently never disturb each other, and rolling back is
+not moving anything: the next forward simply starts at the request's length. Stop conditions are applied to every
+emitted token in turn, never to a whole block.
+"""
+
+from __future__ import annotations
+
+import secrets
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ..config import SamplingParams
+from ..drafters.base import Draft, Drafter, SlotState
+from ..errors import OptionError, PromptError
+from ..results import Generation, Round
+from .detokenize import Detokenizer
+from .model import Model, Segment
+from .sampling import Purpose, penalize_repetition, probabilities, uniform
+from .verify import Verdict, accept_greedy, accept_sampled
+
+PREFILL_CHUNK = 512  # rows per prefill pass: bounds the attention mask's memory
+
+
+@dataclass
+class Request:
+    """One request on its way through the engine. `token_ids` is prompt + output; the target's cache holds all of it
+    but the last token."""
+
+    prompt_ids: list[int]
+    params: SamplingParams
+    seed: int
+    start_s: float
+    detokenizer: Detokenizer
+    slot: int = -1
+    token_ids: list[int] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
+    logprobs: list[dict[int, float]] | None = None
+    ttft_s: float = 0.0
+    latency_s: float = 0.0
+    finish_reason: str = ""
+    stop_reason: int | str | None = None
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.token_ids[len(self.prompt_ids) :]
+
+    @property
+    def remaining(self) -> int:
+        return self.params.max_tokens - (len(self.token_ids) - len(self.prompt_ids))
+
+    def generation(self) -> Generation:
+        """What is known so far; complete once `finish_reason` is set."""
+        is_done = bool(self.finish_reason)
+        return Generation(
+            prompt_token_ids=self.prompt_ids,
+            token_ids=self.output_ids,
+            text=self.detokenizer.finish() if is_done else self.detokenizer.streamable,
+            finish_reason=self.finish_reason,
+            rounds=list(self.rounds),
+            ttft_s=self.ttft_s,
+            latency_s=self.latency_s,
+            logprobs=self.logprobs,
+            stop_reason=self.stop_reason,
+        )
+
+
+class Engine:
+    """A target, perhaps a drafter, and the loop around them. Not thread-safe: one call at a time."""
+
+    def __init__(
+        self, target: Model, tokenizer, eos_ids: Iterable[int], *, drafter: Drafter | None = None, max_draft_len: int = 0
+    ) -> None:
+        self.target, self.tokenizer, self.eos_ids = target, tokenizer, frozenset(eos_ids)
+        self.drafter, self.max_draft_len = drafter, max_draft_len if drafter else 0
+        self._free = list(range(target.max_slots))[::-1]
+
+    # ------------------------------------------------------------------------------------------------------- requests
+
+    def generate(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Generation]:
+        """Decode every prompt (token ids) with its own params. Order is kept. Raises `PromptError` before any work."""
+        requests = self._requests(prompts, params)
+        for _ in self._run(requests):
+            pass
+        return [r.generation() for r in requests]
+
+    def stream(self, prompt: Sequence[int], params: SamplingParams) -> Iterator[Generation]:
+        """The generation so far after prefill and after every round; the last one is complete."""
+        requests = self._requests([prompt], [params])
+        for _ in self._run(requests):
+            yield requests[0].generation()
+
+    def _requests(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Request]:
+        for index, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+            self._check(prompt, param, f"prompt {index + 1} of {len(prompts)}" if len(prompts) > 1 else "the prompt")
+        start = time.perf_counter()
+        return [
+            Request(
+                prompt_ids=list(prompt),
+                params=param,
+                seed=secrets.randbits(63) if param.seed is None else param.seed,
+                start_s=start,
+                detokenizer=Detokenizer(self.tokenizer, param.stop_strings),
+                token_ids=list(prompt),
+                logprobs=None if param.logprobs is None else [],
+            )
+            for prompt, param in zip(prompts, params, strict=True)
+        ]
+
+    def _check(self, prompt: Sequence[int], params: SamplingParams, which: str) -> None:
+        vocab, limit = self.target.config.vocab_size, self.target.max_seq_len
+        if not prompt:
+            raise PromptError(f"{which} is empty", "at least one token", "write something, or begin with the BOS token")
+        if bad := [t for t in prompt if not 0 <= t < vocab]:
+            raise PromptError(f"{which} holds token id {bad[0]}", f"ids from 0 to {vocab - 1}", "use this model's tokenizer")
+        if len(prompt) >= limit:
+            raise PromptError(
+                f"{which} has {len(prompt)} tokens",
+                f"fewer than {limit}, the engine's max_seq_len",
+                "shorten it, or build with a larger max_seq_len",
+            )
+        if len(prompt) + params.max_tokens > limit:
+            raise PromptError(
+                f"{which} has {len(prompt)} tokens and max_tokens asks for {params.max_tokens} more",
+                f"together at most {limit}, the engine's max_seq_len",
+                f"ask for at most {limit - len(prompt)} tokens, or build with a larger max_seq_len",
+            )
+
+    # ----------------------------------------------------------------------------------------------------------- loop
+
+    def _run(self, requests: Sequence[Request]) -> Iterator[None]:
+        """Serve the requests in order of arrival; yields after every admission and every round. Abandoning the
+        iterator, or an interrupt, gives the slots back."""
+        waiting, active = deque(requests), []
+        try:
+            while waiting or active:
+                while waiting and self._free:
+                    request = waiting.popleft()
+                    request.slot = self._free.pop()
+                    active.append(request)
+                    self._prefill(request)
+                    yield
+                self._release(active)
+                if active:
+                    self._round(active)
+                    yield
+                    self._release(active)
+                elif not self._free:
+                    raise OptionError(
+                        f"all {self.target.max_slots} slots are held by streams that were not read to their end",
+                        "a free slot",
+                        "finish or close those streams, or build with a larger max_batch_size",
+                    )
+        finally:
+            self._free.extend(r.slot for r in active)
+
+    def _release(self, active: list[Request]) -> None:
+        self._free.extend(r.slot for r in active if r.finish_reason)
+        active[:] = [r for r in active if not r.finish_reason]
+
+    def _prefill(self, request: Request) -> None:
+        ids = request.prompt_ids
+        for start in range(0, len(ids), PREFILL_CHUNK):
+            chunk = ids[start : start + PREFILL_CHUNK]
+            hidden = self.target.forward(chunk, [Segment(request.slot, start, len(chunk))])
+        logits = self.target.logits(hidden[-1:])
+        verdict = self._judge(request, Draft(), logits)
+        now = time.perf_counter() - request.start_s
+        request.ttft_s = request.latency_s = now
+        self._emit(request, verdict, logits)
+        if self.drafter and not request.finish_reason:
+            self.drafter.reset(request.slot, ids)
+
+    def _round(self, active: Sequence[Request]) -> None:
+        began = time.perf_counter()
+        drafts = self._draft(active)
+        drafted = time.perf_counter()
+        rows, segments = [], []
+        for request, draft in zip(active, drafts, strict=True):
+            block = [request.token_ids[-1], *draft.tokens]
+            segments.append(Segment(request.slot, len(request.token_ids) - 1, len(block)))
+            rows += block
+        logits = self.target.logits(self.target.forward(rows, segments))
+        choices = self._argmax(logits)
+        accepted, row = [], 0
+        for request, draft, segment in zip(active, drafts, segments, strict=True):
+            own = slice(row, row + segment.rows)
+            verdict = self._judge(request, draft, logits[own], choices[own])
+            emitted = self._emit(request, verdict, logits[own])
+            accepted.append((request.slot, verdict.accepted))
+            ended = time.perf_counter()
+            request.latency_s = ended - request.start_s
+            request.rounds.append(
+                Round(
+                    drafted=tuple(draft.tokens),
+                    accepted=verdict.accepted,
+                    emitted=emitted,
+                    draft_s=drafted - began,
+                    verify_s=ended - drafted,
+                    end_s=request.latency_s,
+                )
+            )
+            row += segment.rows
+        if self.drafter:
+            self.drafter.observe(accepted)
+
+    def _draft(self, active: Sequence[Request]) -> list[Draft]:
+        if not self.drafter:
+            return [Draft()] * len(active)
+        states = [
+            SlotState(r.slot, r.token_ids, min(self.max_draft_len, r.remaining - 1), r.params, r.seed) for r in active
+        ]
+        return self.drafter.propose(states)
+
+    # ---------------------------------------------------------------------------------------------- accept, emit, stop
+
+    @staticmethod
+    def _argmax(logits: torch.Tensor) -> list[int]:
+        values, ids = logits.max(-1)
+        if not bool(torch.isfinite(values).all()):
+            raise FloatingPointError("the target's logits hold NaN or infinity: the weights or the cache are damaged")
+        return ids.tolist()
+
+    def _judge(
+        self, request: Request, draft: Draft, logits: torch.Tensor, choices: Sequence[int] | None = None
+    ) -> Verdict:
+        """Apply the acceptance rule to one request's rows. logits: [len(draft) + 1, V]."""
+        params = request.params
+        if choices is None:
+            choices = self._argmax(logits)
+        if params.is_greedy and params.repetition_penalty in (None, 1.0):
+            return accept_greedy(draft.tokens, choices)
+        if params.repetition_penalty not in (None, 1.0):
+            texts = [request.token_ids + list(draft.tokens[:i]) for i in range(len(draft.tokens) + 1)]
+            logits = torch.stack(
+                [penalize_repetition(x, t, params.repetition_penalty) for x, t in zip(logits, texts, strict=True)]
+            )
+            if params.is_greedy:
+                return accept_greedy(draft.tokens, self._argmax(logits))
+        position = len(request.token_ids)
+        p = [probabilities(row, params) for row in logits]
+        return accept_sampled(
+            draft.tokens, draft.probs, p, lambda i, purpose: uniform(request.seed, position + i, Purpose(purpose))
+        )
+
+    def _emit(self, request: Request, verdict: Verdict, logits: torch.Tensor) -> tuple[int, ...]:
+        """Append the verdict's tokens one by one until one of them ends the request. Returns those appended."""
+        emitted = []
+        for row, token in enumerate(verdict.emitted):
+            emitted.append(token)
+            request.token_ids.append(token)
+            if request.logprobs is not None:
+                request.logprobs.append(_logprobs(logits[row], token, request.params.logprobs or 0))
+            is_end = self._is_end_token(request, token)
+            if not is_end and request.detokenizer.push(token):
+                request.finish_reason, request.stop_reason = "stop", request.detokenizer.stopped_by
+            if not request.finish_reason and request.remaining == 0:
+                request.finish_reason = "length"
+            if request.finish_reason:
+                break
+        return tuple(emitted)
+
+    def _is_end_token(self, request: Request, token: int) -> bool:
+        params = request.params
+        if token in (params.stop_token_ids or ()):
+            request.finish_reason, request.stop_reason = "stop", token
+        elif token in self.eos_ids and not params.ignore_eos:
+            request.finish_reason = "stop"
+        return bool(request.finish_reason)
+
+    # --------------------------------------------------------------------------------------------------- calibration
+
+    def time_steps(self, rows: Sequence[int], context: int, repeats: int = 9) -> dict[int, float]:
+        """Median seconds of one target pass, output head and argmax included, by number of rows after `context` tokens."""
+        ids = _arbitrary_ids(self.target.config.vocab_size, context + max(rows))
+        self._fill(self.target, ids[:context])
+
+        def step(n: int) -> None:
+            self._argmax(self.target.logits(self.target.forward(ids[:n], [Segment(0, context, n)])))
+
+        return {n: _median_s(lambda n=n: step(n), repeats) for n in rows}
+
+    def time_draft(self, max_draft_len: int, context: int, repeats: int = 9) -> float:
+        """Median seconds of drafting `max_draft_len` tokens for one greedy request after `context` tokens."""
+        if not self.drafter:
+            return 0.0
+        ids = _arbitrary_ids(self.target.config.vocab_size, context + repeats + 3)
+        self.drafter.reset(0, ids[:context])
+        lengths = iter(range(context + 1, context + repeats + 3))
+
+        def draft() -> None:
+            state = SlotState(0, ids[: next(lengths)], max_draft_len, SamplingParams(), 0)
+            self.drafter.propose([state])
+            self.drafter.observe([(0, 0)])
+
+        return _median_s(draft, repeats)
+
+    @staticmethod
+    def _fill(model: Model, ids: Sequence[int]) -> None:
+        for start in range(0, len(ids), PREFILL_CHUNK):
+            chunk = ids[start : start + PREFILL_CHUNK]
+            model.forward(chunk, [Segment(0, start, len(chunk))])
+
+
+def _logprobs(logits: torch.Tensor, token: int, top: int) -> dict[int, float]:
+    """Raw log-probabilities (before penalty, temperature and filters) of `token` and the `top` most likely ids."""
+    values = torch.log_softmax(logits.float(), dim=-1)
+    best = torch.topk(values, top).indices.tolist() if top else []
+    return {t: float(values[t]) for t in dict.fromkeys([token, *best])}
+
+
+def _arbitrary_ids(vocab_size: int, count: int) -> list[int]:
+    return torch.randint(0, vocab_size, (count,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+def _median_s(step, repeats: int) -> float:
+    step()
+    samples = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        step()
+        samples.append(time.perf_counter() - start)
+    return statistics.median(samples)

@@ -1,0 +1,325 @@
+"""One decoder for the Llama family: configuration, packed weights, and the forward pass over ragged rows.
+
+A forward takes rows, not a padded batch: every active sequence contributes the tokens it needs now (a whole prompt,
+one token, or K + 1 tokens to verify), the matrix products run over all rows together and attention runs per sequence
+against that sequence's own cache. Sequences of different lengths therefore never see each other.
+
+Packing (done once, by `build`) fuses q, k, v and gate, up, and interleaves each head's rotary pairs so that rotation
+is one complex multiplication. Follows `transformers`' Llama, Qwen2 (bias), Qwen3 (q/k norm) and Mistral (window);
+rope scaling "llama3" as in Meta's Llama 3.1. Knows nothing of speculation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..errors import ModelError
+
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of one model, read from a Hugging Face `config.json`."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: Mapping[str, Any] | None
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    sliding_window: int | None
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
+        """Read a config as transformers 4.57 (`rope_theta`, `rope_scaling`) or 5.x (`rope_parameters`) writes it.
+
+        Raises `ModelError` for an architecture, activation or rope type that this engine does not compute.
+        """
+        architecture = (config.get("architectures") or ["?"])[0]
+        if architecture not in ARCHITECTURES:
+            raise ModelError(f"the model is a {architecture}", f"one of {', '.join(ARCHITECTURES)}")
+        if config.get("hidden_act", "silu") != "silu":
+            raise ModelError(f"hidden_act is {config['hidden_act']!r}", "'silu'")
+        rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        theta = float(rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind not in ("default", "llama3"):
+            raise ModelError(f"rope type is {kind!r}", "'default' or 'llama3'")
+        heads = config["num_attention_heads"]
+        window = config.get("sliding_window")
+        if architecture.startswith("Qwen") and not config.get("use_sliding_window", False):
+            window = None
+        if architecture == "LlamaForCausalLM":
+            window = None
+        return cls(
+            architecture=architecture,
+            vocab_size=config["vocab_size"],
+            hidden_size=config["hidden_size"],
+            intermediate_size=config["intermediate_size"],
+            num_layers=config["num_hidden_layers"],
+            num_heads=heads,
+            num_kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+            rope_theta=theta,
+            rope_scaling=rope if kind == "llama3" else None,
+            max_position_embeddings=config.get("max_position_embeddings", 2048),
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            sliding_window=window,
+        )
+
+    @property
+    def qkv_rows(self) -> int:
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+
+def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
+    """Rotary inverse frequencies, float32 [head_dim / 2], with llama3 scaling where the config has it.
+
+    llama3: wavelengths longer than original / low_freq_factor are divided by `factor`, those shorter than
+    original / high_freq_factor are kept, and between the two the divisor is blended linearly.
+    """
+    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    inv_freq = 1.0 / config.rope_theta**exponent
+    if config.rope_scaling is None:
+        return inv_freq
+    scaling = config.rope_scaling
+    factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] * inv_freq / (2 * math.pi)
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return keep * inv_freq + (1 - keep) * inv_freq / factor
+
+
+def rotary_table(config: ModelConfig, positions: int) -> torch.Tensor:
+    """complex64 [positions, 1, head_dim / 2]: unit rotations by position times inverse frequency."""
+    angles = torch.outer(torch.arange(positions, dtype=torch.float32), inverse_frequencies(config))
+    return torch.polar(torch.ones_like(angles), angles)[:, None, :]
+
+
+# ---------------------------------------------------------------------------------------------------------- packing
+
+
+def pack(tensors: Mapping[str, torch.Tensor], config: ModelConfig, head_ids: torch.Tensor | None = None) -> dict:
+    """Fuse and reorder a checkpoint's tensors into the engine's own names.
+
+    Returns `embed` [V, H], `head` [V or len(head_ids), H] (absent if it is the embedding itself), `norm` [H] and for
+    every layer `L.qkv`, `L.o`, `L.gate_up`, `L.down`, `L.input_norm`, `L.post_norm`, with `.bias`, `L.q_norm`,
+    `L.k_norm` where the architecture has them. `head_ids` keeps only those rows of the output head (a drafter's
+    shortlist). A missing tensor is a `ModelError` naming it.
+    """
+
+    def get(name: str) -> torch.Tensor:
+        if name not in tensors:
+            raise ModelError(f"the checkpoint has no tensor {name}", "every weight its config names")
+        return tensors[name]
+
+    embed = get("model.embed_tokens.weight")
+    packed = {"embed": embed, "norm": get("model.norm.weight")}
+    head = embed if config.tie_word_embeddings else get("lm_head.weight")
+    if head_ids is not None:
+        packed["head"] = head[head_ids].contiguous()
+    elif not config.tie_word_embeddings:
+        packed["head"] = head
+    for i in range(config.num_layers):
+        prefix = f"model.layers.{i}."
+        packed |= {f"{i}.{name}": t for name, t in _pack_layer(lambda n, p=prefix: get(p + n), tensors, prefix, config)}
+    return packed
+
+
+def _pack_layer(get: Callable[[str], torch.Tensor], tensors: Mapping, prefix: str, config: ModelConfig) -> list:
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+
+    def fused_qkv(suffix: str) -> torch.Tensor:
+        return torch.cat(
+            [
+                _interleave(get("self_attn.q_proj." + suffix), heads, config.head_dim),
+                _interleave(get("self_attn.k_proj." + suffix), kv_heads, config.head_dim),
+                get("self_attn.v_proj." + suffix),
+            ]
+        )
+
+    out = [
+        ("qkv", fused_qkv("weight")),
+        ("o", get("self_attn.o_proj.weight")),
+        ("gate_up", torch.cat([get("mlp.gate_proj.weight"), get("mlp.up_proj.weight")])),
+        ("down", get("mlp.down_proj.weight")),
+        ("input_norm", get("input_layernorm.weight")),
+        ("post_norm", get("post_attention_layernorm.weight")),
+    ]
+    if prefix + "self_attn.q_proj.bias" in tensors:
+        out.append(("qkv.bias", fused_qkv("bias")))
+    if prefix + "self_attn.o_proj.bias" in tensors:
+        out.append(("o.bias", get("self_attn.o_proj.bias")))
+    if config.architecture == "Qwen3ForCausalLM":
+        out += [(f"{x}_norm", _interleave(get(f"self_attn.{x}_norm.weight"), 1, config.head_dim)) for x in "qk"]
+    return out
+
+
+def _interleave(weight: torch.Tensor, heads: int, head_dim: int) -> torch.Tensor:
+    """Reorder each head's rows from (first half, second half) to adjacent pairs: row i + D/2 moves beside row i."""
+    pairs = torch.arange(head_dim).view(2, head_dim // 2).t().reshape(-1)
+    shape = weight.shape
+    return weight.reshape(heads, head_dim, -1)[:, pairs.to(weight.device)].reshape(shape)
+
+
+# ---------------------------------------------------------------------------------------------------------- forward
+
+
+@dataclass(frozen=True)
+class Segment:
+    """`rows` consecutive rows of a forward that belong to `slot`, at positions `start` … `start + rows - 1`."""
+
+    slot: int
+    start: int
+    rows: int
+
+
+Linear = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Model:
+    """The packed decoder with its KV cache. Everything is written in place; rolling back is moving a length.
+
+    linears: name -> callable x [rows, in] -> [rows, out]; vectors: norms; embed: [V, H]. cache: one tensor
+    [layers, slots, 2 * kv_heads, max_seq_len, head_dim] (keys, then values). Rows at and after a segment's end are
+    never read, so what a rejected draft left there cannot matter.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        linears: Mapping[str, Linear],
+        vectors: Mapping[str, torch.Tensor],
+        embed: torch.Tensor,
+        *,
+        max_slots: int,
+        max_seq_len: int,
+    ) -> None:
+        self.config, self.embed = config, embed
+        self.dtype, self.device = embed.dtype, embed.device
+        self.max_slots, self.max_seq_len = max_slots, max_seq_len
+        self.head, self.norm = linears["head"], vectors["norm"]
+        layer_linears, layer_vectors = ("qkv", "o", "gate_up", "down"), ("input_norm", "post_norm", "q_norm", "k_norm")
+        self.layers = [
+            (*(linears[f"{i}.{n}"] for n in layer_linears), *(vectors.get(f"{i}.{n}") for n in layer_vectors))
+            for i in range(config.num_layers)
+        ]
+        shape = (config.num_layers, max_slots, 2 * config.num_kv_heads, max_seq_len, config.head_dim)
+        self.cache = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self.rotations = rotary_table(config, max_seq_len).to(self.device)
+        self._masks: dict[tuple[int, int], torch.Tensor] = {}
+
+    @torch.inference_mode()
+    def forward(self, token_ids: Sequence[int], segments: Sequence[Segment]) -> torch.Tensor:
+        """Run the rows and write their keys and values. Returns final hidden states [rows, H], normed for the head.
+
+        The caller keeps every position below `max_seq_len` and every slot below `max_slots`.
+        """
+        config = self.config
+        heads, kv_heads, head_dim, eps = config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps
+        ids = torch.tensor(token_ids, device=self.device)
+        rows, width, inner = len(token_ids), (config.hidden_size,), config.intermediate_size
+        rotations = self._rotations(segments)
+        x = F.embedding(ids, self.embed)
+        for layer, (qkv_proj, o_proj, gate_up, down, input_norm, post_norm, q_norm, k_norm) in enumerate(self.layers):
+            qkv = qkv_proj(F.rms_norm(x, width, input_norm, eps)).view(rows, heads + 2 * kv_heads, head_dim)
+            if q_norm is not None:
+                qkv[:, :heads] = F.rms_norm(qkv[:, :heads], (head_dim,), q_norm, eps)
+                qkv[:, heads : heads + kv_heads] = F.rms_norm(
+                    qkv[:, heads : heads + kv_heads], (head_dim,), k_norm, eps
+                )
+            qkv = _rotate(qkv, heads + kv_heads, rotations)
+            x = x + o_proj(self._attend(layer, qkv, segments))
+            hidden = gate_up(F.rms_norm(x, width, post_norm, eps))
+            x = x + down(F.silu(hidden[:, :inner]).mul_(hidden[:, inner:]))
+        return F.rms_norm(x, width, self.norm, eps)
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 [rows, head rows]."""
+        return self.head(hidden).float()
+
+    def _rotations(self, segments: Sequence[Segment]) -> torch.Tensor:
+        parts = [self.rotations[s.start : s.start + s.rows] for s in segments]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _attend(self, layer: int, qkv: torch.Tensor, segments: Sequence[Segment]) -> torch.Tensor:
+        """Append each segment's keys and values, then attend over that slot's own past. Returns [rows, heads * D]."""
+        if len(segments) == 1:
+            return self._attend_one(layer, qkv, segments[0])
+        out, row = [], 0
+        for segment in segments:
+            out.append(self._attend_one(layer, qkv[row : row + segment.rows], segment))
+            row += segment.rows
+        return torch.cat(out)
+
+    def _attend_one(self, layer: int, qkv: torch.Tensor, segment: Segment) -> torch.Tensor:
+        config = self.config
+        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        group, rows, end = heads // kv_heads, segment.rows, segment.start + segment.rows
+        cache = self.cache[layer, segment.slot]
+        cache[:, segment.start : end] = qkv[:, heads:].transpose(0, 1)
+        first = self._first_visible(segment)
+        past = cache[:, first:end]
+        # Query heads that share a key head are stacked as rows, so grouped attention is one batched product.
+        if rows == 1:
+            queries = qkv[:, :heads].reshape(1, kv_heads, group, head_dim)
+        else:
+            queries = qkv[:, :heads].view(rows, kv_heads, group, head_dim).permute(1, 0, 2, 3)
+            queries = queries.reshape(1, kv_heads, rows * group, head_dim)
+        mask = None if rows == 1 else self._mask(segment, first)
+        out = F.scaled_dot_product_attention(
+            queries, past[:kv_heads].unsqueeze(0), past[kv_heads:].unsqueeze(0), attn_mask=mask
+        )
+        if rows == 1:
+            return out.reshape(1, heads * head_dim)
+        return out.view(kv_heads, rows, group, head_dim).permute(1, 0, 2, 3).reshape(rows, heads * head_dim)
+
+    def _first_visible(self, segment: Segment) -> int:
+        window = self.config.sliding_window
+        return 0 if window is None else max(0, segment.start - window + 1)
+
+    def _mask(self, segment: Segment, first: int) -> torch.Tensor:
+        """Additive mask [rows * group, end - first]: row r sees positions up to its own, at most a window back."""
+        rows, length = segment.rows, segment.start + segment.rows - first
+        group = self.config.num_heads // self.config.num_kv_heads
+        window = self.config.sliding_window
+        if window is None and rows <= 64:
+            base = self._masks.get((rows, 0))
+            if base is None:  # every chain of this many rows sees all of the past: one wide mask, sliced at the left
+                wide = torch.zeros(rows, self.max_seq_len + rows, dtype=self.dtype, device=self.device)
+                wide[:, self.max_seq_len :] = torch.full((rows, rows), -math.inf, device=self.device).triu(1)
+                base = self._masks[(rows, 0)] = wide.repeat_interleave(group, 0)
+            return base[:, self.max_seq_len - segment.start :]
+        query = torch.arange(segment.start, segment.start + rows, device=self.device)[:, None]
+        key = torch.arange(first, first + length, device=self.device)[None, :]
+        hidden = key > query
+        if window is not None:
+            hidden |= key <= query - window
+        mask = torch.zeros(rows, length, dtype=self.dtype, device=self.device).masked_fill_(hidden, -math.inf)
+        return mask.repeat_interleave(group, 0)
+
+
+def _rotate(qkv: torch.Tensor, rotated_heads: int, rotations: torch.Tensor) -> torch.Tensor:
+    """Rotate the first `rotated_heads` heads (queries and keys) of [rows, heads, D] by float32 complex products."""
+    if qkv.dtype == torch.float32:
+        pairs = torch.view_as_complex(qkv[:, :rotated_heads].unflatten(-1, (-1, 2)))
+        pairs.mul_(rotations)
+        return qkv
+    full = qkv.float()
+    torch.view_as_complex(full[:, :rotated_heads].unflatten(-1, (-1, 2))).mul_(rotations)
+    return full.to(qkv.dtype)
