@@ -16,7 +16,7 @@ CATEGORIES = {
 
 
 class WordTokenizer:
-    """Whitespace words to ids, BOS = 1. `template` decides who writes the BOS: the template, the tokenizer or nobody."""
+    """Whitespace words to ids, BOS = 1, written by the template, by the tokenizer, or by nobody."""
 
     bos_token_id = 1
 
