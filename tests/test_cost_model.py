@@ -112,30 +112,34 @@ def category(requests, tokens, ttft_s, step_ms, overhead_ms):
 
 
 def test_prediction_by_hand():
-    """Two categories, 101 tokens each: 0.1 s prefill, then 100 steps of 40 + 2 ms. A round: 40 x (10 + 50) / 40 + 2."""
+    """Two categories, 101 tokens each: 0.1 s prefill (the drafter: a tenth of it), then 100 steps of 40 + 2 ms.
+    A round: 40 x (10 + 50) / 40 + 2."""
     record = {"by_category": {"a": category(1, 101, 0.1, 40.0, 2.0), "b": category(1, 101, 0.1, 40.0, 2.0)}}
-    parts = cm.Components(4, 0.040, 0.050, 0.010, {"a": 4.0, "b": 1.0})
+    parts = cm.Components(4, 0.040, 0.050, 0.010, 0.004, {"a": 4.0, "b": 1.0})
     found = cm.predict_speedup(record, parts)
-    assert found["by_category"]["a"] == pytest.approx((0.1 + 4.2) / (0.1 + 25 * 0.062))
-    assert found["by_category"]["b"] == pytest.approx((0.1 + 4.2) / (0.1 + 100 * 0.062))
-    assert found["speedup"] == pytest.approx(2 * 4.3 / (0.1 + 25 * 0.062 + 0.1 + 100 * 0.062))
+    assert found["by_category"]["a"] == pytest.approx((0.1 + 4.2) / (0.11 + 25 * 0.062))
+    assert found["by_category"]["b"] == pytest.approx((0.1 + 4.2) / (0.11 + 100 * 0.062))
+    assert found["speedup"] == pytest.approx(2 * 4.3 / (0.11 + 25 * 0.062 + 0.11 + 100 * 0.062))
     assert found["round_ms"] == pytest.approx(62.0)
-    slower = cm.Components(4, 0.080, 0.100, 0.020, {"a": 4.0, "b": 1.0})
+    slower = cm.Components(4, 0.080, 0.100, 0.020, 0.008, {"a": 4.0, "b": 1.0})
     assert cm.predict_speedup(record, slower)["speedup"] == pytest.approx(found["speedup"])
 
 
 def test_prediction_reacts_to_every_component():
     record = {"by_category": {"a": category(2, 130, 0.2, 30.0, 1.0)}}
-    base = cm.predict_speedup(record, cm.Components(4, 0.03, 0.04, 0.01, {"a": 2.5}))["speedup"]
-    assert cm.predict_speedup(record, cm.Components(4, 0.03, 0.06, 0.01, {"a": 2.5}))["speedup"] < base * 0.9
-    assert cm.predict_speedup(record, cm.Components(4, 0.03, 0.04, 0.03, {"a": 2.5}))["speedup"] < base * 0.9
-    assert cm.predict_speedup(record, cm.Components(4, 0.03, 0.04, 0.01, {"a": 3.5}))["speedup"] > base * 1.1
-    assert cm.predict_speedup(record, cm.Components(4, 0.05, 0.04, 0.01, {"a": 2.5}))["speedup"] > base * 1.1
+    base = cm.predict_speedup(record, cm.Components(4, 0.03, 0.04, 0.01, 0.003, {"a": 2.5}))["speedup"]
+    assert cm.predict_speedup(record, cm.Components(4, 0.03, 0.06, 0.01, 0.003, {"a": 2.5}))["speedup"] < base * 0.9
+    assert cm.predict_speedup(record, cm.Components(4, 0.03, 0.04, 0.03, 0.003, {"a": 2.5}))["speedup"] < base * 0.9
+    assert cm.predict_speedup(record, cm.Components(4, 0.03, 0.04, 0.01, 0.003, {"a": 3.5}))["speedup"] > base * 1.1
+    assert cm.predict_speedup(record, cm.Components(4, 0.05, 0.04, 0.01, 0.003, {"a": 2.5}))["speedup"] > base * 1.1
 
 
 def test_prediction_without_rounds_and_without_acceptance():
     plain = {"requests": 1, "output_tokens": 11, "ttft_s": 0.0, "tpot_ms": 40.0}
-    parts = cm.Components(4, 0.040, 0.050, 0.010, {"a": 3.0})
+    parts = cm.Components(4, 0.040, 0.050, 0.010, 0.004, {"a": 3.0})
     assert cm.predict_speedup({"by_category": {"a": plain}}, parts)["speedup"] == pytest.approx(2.0)
+    nothing_to_read = cm.Components(4, 0.040, 0.050, 0.010, 0.0, {"a": 3.0})
+    slow_start = {"a": plain | {"ttft_s": 9.0}}
+    assert cm.predict_speedup({"by_category": slow_start}, nothing_to_read)["speedup"] == pytest.approx(9.4 / 9.2)
     with pytest.raises(OptionError, match="'b'"):
         cm.predict_speedup({"by_category": {"b": plain}}, parts)

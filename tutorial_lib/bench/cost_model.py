@@ -163,25 +163,29 @@ def compute_bound_batch(max_draft_len: int, ridge: float) -> float:
 class Components:
     """Times measured apart from the speculative run that they shall predict, and the acceptance per category.
 
-    plain_step_s: a target step over one row. verify_step_s: over K + 1 rows. draft_s: drafting K tokens.
+    plain_step_s: a target step over one row. verify_step_s: over K + 1 rows. draft_s: drafting K tokens. draft_step_s:
+    drafting one; from it follows how long the drafter reads the prompt (0: it has nothing to read).
     """
 
     max_draft_len: int
     plain_step_s: float
     verify_step_s: float
     draft_s: float
+    draft_step_s: float
     acceptance_length: Mapping[str, float]
 
 
 def predict_speedup(plain_record: Mapping[str, Any], components: Components) -> dict[str, Any]:
     """Speed-up in output throughput that a speculative run should show over the plain run in `plain_record`.
 
-    Per category: its requests wait the plain run's TTFT, then need (output tokens - requests) / acceptance length
-    rounds instead of as many steps. A round takes the plain run's own step time x (draft + verify) / plain step, all
-    three from `components`, plus the plain run's overhead; drift of the machine between the calibration and the run
-    cancels. Returns {"speedup", "round_ms", "by_category": {category: speedup}}, the categories weighted by time.
+    Per category: its requests wait the plain run's TTFT, and the drafter's prefill beside it (the same share of the
+    target's that its step is of the target's step), then need (output tokens - requests) / acceptance length rounds
+    instead of as many steps. A round takes the plain run's own step time x (draft + verify) / plain step, all three
+    from `components`, plus the plain run's overhead; drift of the machine between calibration and run cancels.
+    Returns {"speedup", "round_ms", "by_category": {category: speedup}}; slow categories weigh more in the first.
     """
     relative = (components.draft_s + components.verify_step_s) / components.plain_step_s
+    prefills = 1 + components.draft_step_s / components.plain_step_s
     plain_s: dict[str, float] = {}
     predicted_s: dict[str, float] = {}
     total_rounds = total_round_s = 0.0
@@ -195,7 +199,7 @@ def predict_speedup(plain_record: Mapping[str, Any], components: Components) -> 
         round_s = (step_ms * relative + overhead_ms) / 1e3
         rounds = decoded / components.acceptance_length[category]
         plain_s[category] = requests * found["ttft_s"] + decoded * (step_ms + overhead_ms) / 1e3
-        predicted_s[category] = requests * found["ttft_s"] + rounds * round_s
+        predicted_s[category] = requests * found["ttft_s"] * prefills + rounds * round_s
         total_rounds, total_round_s = total_rounds + rounds, total_round_s + rounds * round_s
     if not sum(predicted_s.values()) > 0:
         raise OptionError("the plain record holds no times", "one with by_category figures")

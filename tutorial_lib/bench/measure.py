@@ -1,0 +1,615 @@
+"""Measuring: several methods over the same prompts in one session, each figure a median over repeats.
+
+The rules: every method is warmed up with the very shapes that are timed; methods take turns prompt by prompt (A B A B),
+so a machine that drifts favours none; a drafter that remembers an earlier repeat is found out by its acceptance and
+those repeats are left out; load, build and warm-up times are kept apart. `measure` times one `LLM`, `compare` several,
+`bench` a whole profile and predicts its speed-up from step times that were taken apart from the predicted run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
+
+from ..config import DraftTargetDecodingConfig, NGramDecodingConfig, Profile, SamplingParams
+from ..config import profile as profile_named
+from ..errors import OptionError, PromptError
+from ..results import Generation, provenance, without_folders
+from . import metrics
+from .cost_model import Components, predict_speedup
+from .prompts import Prompt, load_prompts, prompt_set_sha256, render, select
+
+Clock = Callable[[], float]
+Say = Callable[[str], None]
+PLAIN, TRANSFORMERS = "plain", "transformers"
+# A rival engine is timed on every second category: it is the slowest, and is compared over those categories only.
+RIVAL_STRIDE = 2
+
+
+class Measurable(Protocol):
+    """What is needed of an `LLM`: see `tutorial_lib.LLM`."""
+
+    @property
+    def tokenizer(self) -> Any: ...
+    @property
+    def info(self) -> dict[str, Any]: ...
+    def generate(self, inputs: Any, sampling_params: Any = None) -> Any: ...
+    def time_steps(self, rows: Sequence[int], context: int = ...) -> dict[int, float]: ...
+    def time_draft(self, max_draft_len: int, context: int = ...) -> float: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Request:
+    """One turn of one prompt as token ids. `key` names it in every comparison."""
+
+    question_id: str
+    category: str
+    turn: int
+    prompt_ids: tuple[int, ...]
+
+    @property
+    def key(self) -> str:
+        return f"{self.question_id}/{self.turn}"
+
+
+@dataclass
+class Session:
+    """What `compare` ran: records by name, generations by name, repeat and request, and what it noticed."""
+
+    records: dict[str, dict[str, Any]]
+    generations: dict[str, list[dict[str, Generation]]]
+    requests: list[Request]
+
+
+def measure(
+    llm: Measurable,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    *,
+    method: str,
+    repeats: int = 3,
+    batch_size: int = 1,
+    experiment: str = "measure",
+    profile: str = "",
+    prompt_set: str = "bundled",
+    command: str = "",
+    say: Say = lambda line: None,
+    clock: Clock = time.perf_counter,
+) -> dict[str, Any]:
+    """One `LLM` over `prompts`, `batch_size` at a time, `repeats` times: a record with the medians.
+
+    method: "plain", "draft_target", "ngram", ...: a plain run has no acceptance figures. Raises `OptionError` and
+    `PromptError` for bad input.
+    """
+    session = compare(
+        {method: llm}, prompts, params, repeats=repeats, batch_size=batch_size, experiment=experiment,
+        profile=profile, prompt_set=prompt_set, command=command, say=say, clock=clock,
+    )  # fmt: skip
+    return session.records[method]
+
+
+def compare(
+    llms: Mapping[str, Measurable],
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    *,
+    methods: Mapping[str, str] | None = None,
+    only_categories: Mapping[str, Sequence[str]] | None = None,
+    repeats: int = 3,
+    batch_size: int = 1,
+    experiment: str = "compare",
+    profile: str = "",
+    prompt_set: str = "bundled",
+    command: str = "",
+    after_repeat: Callable[[Sequence[Request]], None] = lambda requests: None,
+    say: Say = lambda line: None,
+    clock: Clock = time.perf_counter,
+) -> Session:
+    """Several `LLM`s over the same prompts, taking turns batch by batch; who begins changes with every repeat.
+
+    methods: the method of a name where it is not the name itself. only_categories: names that answer only the
+    prompts of some categories. Later turns of a prompt hold the answer that the first `LLM` gave before timing, so
+    every method and repeat decodes after the same tokens. after_repeat is called between repeats, untimed.
+    """
+    _check_counts(prompts, repeats, batch_size)
+    methods = {name: (methods or {}).get(name, name) for name in llms}
+    requests = expand(prompts, next(iter(llms.values())), params)
+    batches = {name: _batched([r for r in requests if _takes(r, name, only_categories)], batch_size) for name in llms}
+    warmup_s = {}
+    for name, llm in llms.items():
+        say(f"warming up {name}")
+        warmup_s[name] = warm_up(llm, [r for batch in batches[name] for r in batch], params, batch_size, clock)
+    timed: dict[str, list[_Repeat]] = {name: [] for name in llms}
+    for repeat in range(repeats):
+        say(f"repeat {repeat + 1} of {repeats}")
+        for name, result in _one_repeat(llms, batches, params, repeat, clock).items():
+            timed[name].append(result)
+        after_repeat(requests)
+    shared = {
+        "experiment": experiment, "profile": profile, "batch_size": batch_size, "params": params,
+        "prompt_set": prompt_set, "provenance": provenance(command, params.seed),
+    }  # fmt: skip
+    records = {}
+    for name, llm in llms.items():
+        answered = {r.question_id for batch in batches[name] for r in batch}
+        mine = [p for p in prompts if p.question_id in answered]
+        own = [r for batch in batches[name] for r in batch]
+        records[name] = _record(llm, methods[name], mine, own, timed[name], warmup_s[name], shared)
+    return Session(records, {name: [t.generations for t in runs] for name, runs in timed.items()}, requests)
+
+
+# --- before the clock ---------------------------------------------------------------------------------------------
+
+
+def expand(prompts: Sequence[Prompt], llm: Measurable, params: SamplingParams) -> list[Request]:
+    """Every turn of every prompt as a request. Turns that others follow are answered once by `llm`."""
+    requests = []
+    for prompt in prompts:
+        answers: list[str] = []
+        for turn in range(len(prompt.turns)):
+            ids = tuple(render(prompt, llm.tokenizer, answers))
+            requests.append(Request(prompt.question_id, prompt.category, turn, ids))
+            if turn + 1 < len(prompt.turns):
+                answers.append(llm.generate(list(ids), params).text)
+    return requests
+
+
+def warm_up(
+    llm: Measurable, requests: Sequence[Request], params: SamplingParams, batch_size: int, clock: Clock
+) -> float:
+    """Run what will be timed, at least three rounds of it at the same K and batch size, for a prompt of every length
+    class (powers of two). Returns the seconds it took."""
+    rounds_params = replace(
+        params,
+        max_tokens=3 * (llm.info.get("max_draft_len", 0) + 1) + 1,
+        ignore_eos=True,
+        stop=None,
+        stop_token_ids=None,
+    )
+    classes: dict[int, Request] = {}
+    for request in requests:
+        classes.setdefault(len(request.prompt_ids).bit_length(), request)
+    start = clock()
+    for request in classes.values():
+        llm.generate([list(request.prompt_ids)] * batch_size, rounds_params)
+    _sync(llm)
+    return clock() - start
+
+
+def _check_counts(prompts: Sequence[Prompt], repeats: int, batch_size: int) -> None:
+    if not prompts:
+        raise PromptError("the list of prompts is empty", "at least one prompt")
+    for name, value in (("repeats", repeats), ("batch_size", batch_size)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise OptionError(f"{name} is {value!r}", "a whole number >= 1")
+
+
+def _takes(request: Request, name: str, only_categories: Mapping[str, Sequence[str]] | None) -> bool:
+    return name not in (only_categories or {}) or request.category in (only_categories or {})[name]
+
+
+def _batched(requests: Sequence[Request], batch_size: int) -> list[Sequence[Request]]:
+    return [requests[i : i + batch_size] for i in range(0, len(requests), batch_size)]
+
+
+# --- under the clock ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Repeat:
+    """One pass over the requests: generations by request key in order, and the wall time around the calls."""
+
+    generations: dict[str, Generation]
+    wall_s: float = 0.0
+
+
+def _one_repeat(
+    llms: Mapping[str, Measurable],
+    batches: Mapping[str, list[Sequence[Request]]],
+    params: SamplingParams,
+    repeat: int,
+    clock: Clock,
+) -> dict[str, _Repeat]:
+    """Every batch by every method before the next batch begins, as far as the method takes it."""
+    names = list(llms)
+    order = names[repeat % len(names) :] + names[: repeat % len(names)]
+    place = {r.key: i for i, r in enumerate(r for batch in max(batches.values(), key=len) for r in batch)}
+    schedule = sorted(
+        ((place[batch[0].key], turn, name, batch) for turn, name in enumerate(order) for batch in batches[name]),
+        key=lambda entry: entry[:2],
+    )
+    done = {name: _Repeat({}) for name in names}
+    for _, _, name, batch in schedule:
+        llm = llms[name]
+        _sync(llm)
+        start = clock()
+        generations = llm.generate([list(r.prompt_ids) for r in batch], params)
+        _sync(llm)
+        done[name].wall_s += clock() - start
+        done[name].generations |= {r.key: g for r, g in zip(batch, generations, strict=True)}
+    return done
+
+
+def _sync(llm: Measurable) -> None:
+    """Wait for the GPU, so that neither earlier work nor unfinished work distorts the clock."""
+    if str(llm.info.get("device", "")).startswith("cuda"):
+        sys.modules["torch"].cuda.synchronize()
+
+
+# --- after the clock ----------------------------------------------------------------------------------------------
+
+
+def _record(
+    llm: Measurable,
+    method: str,
+    prompts: Sequence[Prompt],
+    requests: Sequence[Request],
+    timed: Sequence[_Repeat],
+    warmup_s: float,
+    shared: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The record of one method: medians over its cold repeats, all repeats beside them."""
+    info, batch_size = llm.info, shared["batch_size"]
+    is_speculative = method != PLAIN
+    params: SamplingParams = shared["params"]
+    warm = warm_repeats([t.generations for t in timed]) if params.is_greedy or params.seed is not None else []
+    per_repeat = [
+        metrics.figures(list(t.generations.values()), batch_size=batch_size, is_speculative=is_speculative)
+        | {"wall_s": t.wall_s, "is_warm": index in warm}
+        for index, t in enumerate(timed)
+    ]
+    cold = [t for index, t in enumerate(timed) if index not in warm]
+    figures = _median_figures([f for f in per_repeat if not f["is_warm"]])
+    is_simulated = any(g.is_simulated for g in timed[0].generations.values())
+    return {
+        "kind": "run",
+        "experiment": shared["experiment"],
+        "method": method,
+        "backend": info["backend"],
+        "target": without_folders([info["target"]]),
+        "drafter": without_folders([info["drafter"]]) if info.get("drafter") else None,
+        "dtype": info["dtype"],
+        "device": info["device"],
+        "profile": shared["profile"],
+        "max_draft_len": info.get("max_draft_len", 0) if is_speculative else 0,
+        "batch_size": batch_size,
+        "sampling": json.loads(json.dumps(asdict(params))),
+        "prompt_set": {
+            "name": shared["prompt_set"],
+            "sha256": prompt_set_sha256(prompts),
+            "count": len(prompts),
+            "template": "chat" if getattr(llm.tokenizer, "chat_template", None) else "none",
+        },
+        "repeats": len(timed),
+        "figures": {k: v for k, v in figures.items() if k in metrics.DEFINITIONS},
+        "by_category": _by_category(requests, cold, batch_size, is_speculative),
+        "repeat_figures": per_repeat,
+        "build_s": info.get("build_s"),
+        "load_s": info.get("load_s"),
+        "warmup_s": warmup_s,
+        "tokens_sha256": None if is_simulated else _tokens_sha256(timed[0].generations),
+        "is_simulated": is_simulated,
+        "definitions": metrics.DEFINITIONS,
+        "notes": _notes(per_repeat, figures, warm),
+        "provenance": shared["provenance"],
+    }
+
+
+def warm_repeats(repeats: Sequence[Mapping[str, Generation]]) -> list[int]:
+    """Repeats whose rounds differ from the first one's, although the same was asked: the drafter still knew something
+    of an earlier repeat, and figures from there would flatter it."""
+
+    def rounds_of(repeat: Mapping[str, Generation]) -> list[list[tuple[int, int, int]]]:
+        return [[(len(r.drafted), r.accepted, len(r.emitted)) for r in g.rounds] for g in repeat.values()]
+
+    return [i for i, repeat in enumerate(repeats) if rounds_of(repeat) != rounds_of(repeats[0])]
+
+
+def _by_category(
+    requests: Sequence[Request], timed: Sequence[_Repeat], batch_size: int, is_speculative: bool
+) -> dict[str, dict[str, Any]]:
+    """Figures of every category; throughputs only where a batch holds one request, since batches mix categories."""
+    found = {}
+    for category in dict.fromkeys(r.category for r in requests):
+        keys = [r.key for r in requests if r.category == category]
+        runs = [[t.generations[key] for key in keys] for t in timed]
+        figures = _median_figures([metrics.figures(g, is_speculative=is_speculative) for g in runs])
+        if batch_size > 1:
+            figures |= {"output_tok_s": None, "decode_tok_s": None}
+        found[category] = figures
+    return found
+
+
+def _median_figures(repeats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Figure by figure the median over repeats; what is equal in all of them stays as it is."""
+    return {name: _median([r[name] for r in repeats]) for name in repeats[0]}
+
+
+def _median(values: Sequence[Any]) -> Any:
+    if all(value == values[0] for value in values):
+        return values[0]
+    if isinstance(values[0], list):
+        shortest = min(len(value) for value in values)
+        return [_median([value[i] for value in values]) for i in range(shortest)]
+    known = [value for value in values if value is not None]
+    return statistics.median(known)
+
+
+def _tokens_sha256(generations: Mapping[str, Generation]) -> str:
+    tokens = [[key, g.token_ids] for key, g in sorted(generations.items())]
+    return hashlib.sha256(json.dumps(tokens, separators=(",", ":")).encode()).hexdigest()
+
+
+def _notes(per_repeat: Sequence[Mapping[str, Any]], figures: Mapping[str, Any], warm: Sequence[int]) -> list[str]:
+    notes = []
+    if warm:
+        which = ", ".join(str(i + 1) for i in warm)
+        notes.append(f"repeats {which} were warm (other rounds than in repeat 1) and are left out of the figures")
+    typical = figures["output_tok_s"]
+    if typical and per_repeat[0]["output_tok_s"] < 0.9 * typical:
+        slower = 1 - per_repeat[0]["output_tok_s"] / typical
+        notes.append(f"the first repeat was {slower:.0%} slower than the median")
+    own_s = [f["output_tokens"] / f["output_tok_s"] for f in per_repeat if f["output_tok_s"]]
+    wall_s = [f["wall_s"] for f in per_repeat if f["output_tok_s"]]
+    if own_s and sum(own_s) < 0.95 * sum(wall_s):
+        notes.append(f"the engine's own latencies cover {sum(own_s) / sum(wall_s):.0%} of the time its calls took")
+    return notes
+
+
+def first_differences(
+    reference: Sequence[Mapping[str, Generation]], other: Sequence[Mapping[str, Generation]]
+) -> list[dict[str, Any]]:
+    """Where the token ids of `other`, in any repeat, or of `reference` itself leave the first reference repeat: one
+    entry per request and repeat with the index of the first token that differs. Empty means identical text."""
+    found = []
+    for repeats in (reference, other):
+        for number, repeat in enumerate(repeats, start=1):
+            for key, generation in repeat.items():
+                ours, theirs = reference[0][key].token_ids, generation.token_ids
+                if ours != theirs:
+                    same = next(
+                        (i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), None
+                    )
+                    first = min(len(ours), len(theirs)) if same is None else same
+                    found.append({"request": key, "repeat": number, "first_difference": first})
+    return found
+
+
+# --- a whole profile ----------------------------------------------------------------------------------------------
+
+
+def bench(
+    profile: Profile | str,
+    *,
+    prompts: Sequence[Prompt] | None = None,
+    repeats: int | None = None,
+    methods: Sequence[str] = (PLAIN, "draft_target", "ngram"),
+    prompt_set: str = "bundled",
+    command: str = "",
+    say: Say = print,
+    make_llm: Callable[[str, Profile], Measurable] | None = None,
+    clock: Clock = time.perf_counter,
+) -> dict[str, Any]:
+    """Plain decoding, every method and plain `transformers` in one interleaved greedy session.
+
+    prompts: all of these; without, the profile's number per category of the bundled ones. Returns {"runs": records,
+    "summary": {...}}; `summary["speedup"]` is that of the first speculative method over the best plain run of the same
+    engine, and `predicted_speedup` what the cost model makes of step times measured between the repeats. make_llm
+    stands in for `LLM` in tests. Raises `WorkbookError`s.
+    """
+    profile = profile_named(profile) if isinstance(profile, str) else profile
+    speculative = [m for m in methods if m != PLAIN]
+    if profile.is_replay:
+        raise OptionError(f"profile {profile.name} measures nothing", "one that runs models", "choose profile cpu")
+    if PLAIN not in methods or not speculative or len(set(methods)) < len(methods):
+        raise OptionError(f"methods are {', '.join(methods) or 'none'}", "plain and at least one other, each once")
+    prompts = select(load_prompts(), profile.prompts_per_category) if prompts is None else list(prompts)
+    categories = list(dict.fromkeys(p.category for p in prompts))
+    rival = {TRANSFORMERS: categories[::RIVAL_STRIDE]}
+    params = SamplingParams(max_tokens=profile.max_tokens)
+    with ExitStack() as stack:
+        llms: dict[str, Measurable] = {}
+        for name in (PLAIN, *speculative, TRANSFORMERS):
+            say(f"loading {name}")
+            llms[name] = (make_llm or _make_llm)(name, profile)
+            stack.callback(llms[name].close)
+        calibration = Calibration(llms[PLAIN], {name: llms[name] for name in speculative}, params)
+        session = compare(
+            llms, prompts, params, methods={TRANSFORMERS: PLAIN}, only_categories=rival,
+            repeats=profile.repeats if repeats is None else repeats, experiment="bench", profile=profile.name,
+            prompt_set=prompt_set, command=command, after_repeat=calibration.run, say=say, clock=clock,
+        )  # fmt: skip
+    summary = summarize(session, speculative, calibration)
+    for line in describe(summary):
+        say(line)
+    return {"runs": list(session.records.values()), "summary": summary}
+
+
+def _make_llm(name: str, profile: Profile) -> Measurable:
+    from ..api import LLM
+
+    config: DraftTargetDecodingConfig | NGramDecodingConfig | None = None
+    if name == "draft_target":
+        config = DraftTargetDecodingConfig(max_draft_len=profile.max_draft_len, speculative_model_dir=profile.drafter)
+    elif name == "ngram":
+        config = NGramDecodingConfig(max_draft_len=profile.max_draft_len)
+    elif name not in (PLAIN, TRANSFORMERS):
+        raise OptionError(f"method {name!r} is unknown", "plain, draft_target or ngram")
+    backend = TRANSFORMERS if name == TRANSFORMERS else profile.backend
+    return LLM(profile.target, backend=backend, speculative_config=config, dtype=profile.dtype)
+
+
+class Calibration:
+    """Step and draft times, taken between the repeats by calls of their own, never from a timed speculative run."""
+
+    def __init__(self, plain: Measurable, speculative: Mapping[str, Measurable], params: SamplingParams) -> None:
+        self.plain, self.speculative, self.params = plain, speculative, params
+        self.samples: list[dict[str, dict[str, float]]] = []
+
+    def run(self, requests: Sequence[Request]) -> None:
+        """Time every component once, after as much context as the requests have on average half-way."""
+        context = round(statistics.mean(len(r.prompt_ids) for r in requests) + self.params.max_tokens / 2)
+        sample = {PLAIN: {"step_s": self.plain.time_steps([1], context)[1]}}
+        for name, llm in self.speculative.items():
+            k = llm.info["max_draft_len"]
+            steps = llm.time_steps([1, k + 1], context)
+            draft_s, draft_step_s = llm.time_draft(k, context), llm.time_draft(1, context)
+            sample[name] = {
+                "step_s": steps[1], "verify_step_s": steps[k + 1], "draft_s": draft_s, "draft_step_s": draft_step_s
+            }  # fmt: skip
+        self.samples.append(sample)
+
+    def medians(self) -> dict[str, dict[str, float]]:
+        """Seconds by method and component, medians over what was taken."""
+        return {
+            name: {part: statistics.median(s[name][part] for s in self.samples) for part in parts}
+            for name, parts in self.samples[0].items()
+        }
+
+    def predict(self, name: str, records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """What the cost model expects of method `name`. From its record come only acceptance and draft lengths, no
+        times; rounds that drafted less than K tokens count by their share."""
+        times, record, k = self.medians(), records[name], records[name]["max_draft_len"]
+        own = times[name]
+        share = (record["figures"]["mean_draft_len"] or 0.0) / k
+        lengths = {c: found["acceptance_length"] or 1.0 for c, found in record["by_category"].items()}
+        parts = Components(
+            max_draft_len=k,
+            plain_step_s=times[PLAIN]["step_s"],
+            verify_step_s=own["step_s"] + share * (own["verify_step_s"] - own["step_s"]),
+            draft_s=share * own["draft_s"],
+            draft_step_s=own["draft_step_s"],
+            acceptance_length=lengths,
+        )
+        return predict_speedup(records[PLAIN], parts)
+
+
+def summarize(session: Session, speculative: Sequence[str], calibration: Calibration) -> dict[str, Any]:
+    """The figures that a bench is asked for, each traceable to a record of the same session."""
+    records, generations = session.records, session.generations
+    plain, chosen = records[PLAIN], records[speculative[0]]
+    plain_tok_s = plain["figures"]["output_tok_s"]
+    predictions = {name: calibration.predict(name, records) for name in speculative}
+    predicted = predictions[speculative[0]]
+    speedup = chosen["figures"]["output_tok_s"] / plain_tok_s
+    differences = [
+        {"method": name, **difference}
+        for name in speculative
+        for difference in first_differences(generations[PLAIN], generations[name])
+    ]
+    by_category = {
+        category: {
+            "plain_tok_s": plain["by_category"][category]["output_tok_s"],
+            "speculative_tok_s": found["output_tok_s"],
+            "speedup": found["output_tok_s"] / plain["by_category"][category]["output_tok_s"],
+            "predicted_speedup": predicted["by_category"][category],
+            "acceptance_length": found["acceptance_length"],
+        }
+        for category, found in chosen["by_category"].items()
+    }
+    return {
+        "method": speculative[0],
+        "plain_tok_s": plain_tok_s,
+        "speculative_tok_s": chosen["figures"]["output_tok_s"],
+        "speedup": speedup,
+        "speedup_of_repeats": _paired_speedups(plain, chosen),
+        "acceptance_length": chosen["figures"]["acceptance_length"],
+        "identical_text": not differences,
+        "differences": differences,
+        "predicted_speedup": predicted["speedup"],
+        "prediction_error": predicted["speedup"] / speedup - 1,
+        "predicted_round_ms": predicted["round_ms"],
+        "calibration": calibration.medians(),
+        "by_method": {
+            name: {
+                "output_tok_s": records[name]["figures"]["output_tok_s"],
+                "speedup": records[name]["figures"]["output_tok_s"] / plain_tok_s,
+                "predicted_speedup": predictions[name]["speedup"],
+                "acceptance_length": records[name]["figures"]["acceptance_length"],
+            }
+            for name in speculative
+        },
+        "by_category": by_category,
+        "pays_less": _pays_less(plain, chosen, speedup),
+        **_against_rival(session),
+        "notes": [f"{name}: {note}" for name, record in records.items() for note in record["notes"]],
+    }
+
+
+def _paired_speedups(plain: Mapping[str, Any], chosen: Mapping[str, Any]) -> list[float]:
+    """The speed-up repeat by repeat: what the machine's drift leaves of it."""
+    pairs = zip(plain["repeat_figures"], chosen["repeat_figures"], strict=True)
+    return [ours["output_tok_s"] / theirs["output_tok_s"] for theirs, ours in pairs]
+
+
+def _pays_less(plain: Mapping[str, Any], chosen: Mapping[str, Any], overall: float) -> list[dict[str, Any]]:
+    """Categories below the overall speed-up, the worst first, with what the record says of the reason."""
+    whole = chosen["figures"]
+    found = []
+    for category, figures in chosen["by_category"].items():
+        gain = figures["output_tok_s"] / plain["by_category"][category]["output_tok_s"]
+        if gain >= overall:
+            continue
+        reasons = []
+        if figures["acceptance_length"] < whole["acceptance_length"]:
+            reasons.append(
+                f"acceptance length {figures['acceptance_length']:.2f} against {whole['acceptance_length']:.2f} overall"
+            )
+        share, typical = (f["ttft_s"] / f["latency_s"] for f in (figures, whole))
+        if share > typical:
+            reasons.append(
+                f"prefill, which drafting cannot shorten, takes {share:.0%} against {typical:.0%} of the time"
+            )
+        found.append({"category": category, "speedup": gain, "why": "; ".join(reasons) or "within noise"})
+    return sorted(found, key=lambda entry: entry["speedup"])
+
+
+def _against_rival(session: Session) -> dict[str, Any]:
+    """Plain `transformers` beside our plain run, over the prompts that both answered."""
+    rival, plain = session.records[TRANSFORMERS], session.records[PLAIN]
+    shared = set(rival["by_category"])
+    ours = _tok_s_over(plain, shared)
+    theirs = rival["figures"]["output_tok_s"]
+    return {
+        "transformers_plain_tok_s": theirs,
+        "transformers_categories": sorted(shared),
+        "plain_tok_s_same_prompts": ours,
+        "plain_vs_transformers": ours / theirs,
+        "identical_to_transformers": not _differences_to_rival(session),
+    }
+
+
+def _tok_s_over(record: Mapping[str, Any], categories: set[str]) -> float:
+    found = [figures for category, figures in record["by_category"].items() if category in categories]
+    return sum(f["output_tokens"] for f in found) / sum(f["requests"] * f["latency_s"] for f in found)
+
+
+def _differences_to_rival(session: Session) -> list[dict[str, Any]]:
+    rivals = session.generations[TRANSFORMERS]
+    ours = [{key: repeat[key] for key in rivals[0]} for repeat in session.generations[PLAIN]]
+    return first_differences(ours, rivals)
+
+
+def describe(summary: Mapping[str, Any]) -> list[str]:
+    """The summary in a few lines of plain words."""
+    lines = [
+        f"plain {summary['plain_tok_s']:.1f}, {summary['method']} {summary['speculative_tok_s']:.1f} output tokens/s "
+        f"(end to end): {summary['speedup']:.2f}x at acceptance length {summary['acceptance_length']:.2f}",
+        f"predicted {summary['predicted_speedup']:.2f}x, off by {summary['prediction_error']:+.1%}",
+        f"plain transformers {summary['transformers_plain_tok_s']:.1f} output tokens/s; ours over the same prompts "
+        f"{summary['plain_tok_s_same_prompts']:.1f} ({summary['plain_vs_transformers']:.2f}x)",
+        "text: identical in every prompt and repeat"
+        if summary["identical_text"]
+        else f"text: differs in {len(summary['differences'])} answers, first at token "
+        f"{summary['differences'][0]['first_difference']} of {summary['differences'][0]['request']}",
+    ]
+    lines += [f"pays less: {e['category']} {e['speedup']:.2f}x ({e['why']})" for e in summary["pays_less"]]
+    return lines + [f"note: {note}" for note in summary["notes"]]
