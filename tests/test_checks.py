@@ -1,0 +1,79 @@
+"""The learner's checks: right answers pass, each common mistake is named, an untouched exercise fails nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from tutorial_lib.engine import verify
+from tutorial_lib.show import checks
+
+
+def leading_run(drafted, argmax):
+    n = 0
+    while n < len(drafted) and drafted[n] == argmax[n]:
+        n += 1
+    return n
+
+
+RIGHT = {
+    checks.test_accept_greedy: lambda d, a: d[: leading_run(d, a)] + [a[leading_run(d, a)]],
+    checks.test_acceptance_probability: lambda p, q: min(1, p / q),
+    checks.test_residual: lambda p, q: (p - q).clamp(min=0) / (p - q).clamp(min=0).sum(),
+    checks.test_expected_tokens: lambda a, k: sum(a**i for i in range(k + 1)),
+    checks.test_break_even: lambda t_plain, t_round: t_round / t_plain,
+}
+
+WRONG = [
+    (checks.test_accept_greedy, lambda d, a: d[: leading_run(d, a)], "bonus token is missing"),
+    (
+        checks.test_accept_greedy,
+        lambda d, a: [x for x, y in zip(d, a, strict=False) if x == y] + a[-1:],
+        "do not count",
+    ),
+    (checks.test_acceptance_probability, lambda p, q: float(p >= q), "only half of the rule"),
+    (checks.test_acceptance_probability, lambda p, q: p / q, "cannot exceed 1"),
+    (checks.test_acceptance_probability, lambda p, q: min(1, q / p) if p else 1, "swapped"),
+    (checks.test_residual, lambda p, q: p, "p itself"),
+    (checks.test_residual, lambda p, q: p - q, "Negative"),
+    (checks.test_residual, lambda p, q: (p - q).clamp(min=0), "divide by the sum"),
+    (checks.test_residual, lambda p, q: [1.0], "One probability per"),
+    (checks.test_expected_tokens, lambda a, k: sum(a**i for i in range(1, k + 1)), "bonus token is missing"),
+    (checks.test_expected_tokens, lambda a, k: 1 + a * k, "forgets that"),
+    (checks.test_expected_tokens, lambda a, k: (1 - a ** (k + 1)) / (1 - a), "0 / 0"),
+    (checks.test_break_even, lambda t_plain, t_round: t_plain / t_round, "Upside down"),
+]
+
+
+def only_rejected_zeroed(p, q):
+    left = p.clone()
+    left[(q - p).argmax()] = 0
+    return left / left.sum()
+
+
+@pytest.mark.parametrize("check", RIGHT)
+def test_a_right_answer_passes(check, capsys):
+    assert check(RIGHT[check]) is True
+    assert capsys.readouterr().out.startswith("✓ ")
+
+
+@pytest.mark.parametrize(("check", "fn", "hint"), [*WRONG, (checks.test_residual, only_rejected_zeroed, "one-hot")])
+def test_a_wrong_answer_is_told_what_is_wrong(check, fn, hint):
+    with pytest.raises(checks.CheckFailed, match="expected") as raised:
+        check(fn)
+    assert hint in str(raised.value)
+
+
+def not_written(*args):
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize("check", RIGHT)
+@pytest.mark.parametrize("stub", [lambda *args: ..., lambda *args: None, not_written])
+def test_an_untouched_exercise_is_reported_and_fails_nothing(check, stub, capsys):
+    assert check(stub) is False
+    assert "not attempted" in capsys.readouterr().out
+
+
+def test_the_engine_passes_its_own_checks():
+    assert checks.test_accept_greedy(verify.accept_greedy)
+    assert checks.test_residual(verify.residual)

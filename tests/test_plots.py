@@ -1,0 +1,254 @@
+"""Figures from hand-made records: what the titles claim, what stays visible, and that a notebook shows them offline."""
+
+from __future__ import annotations
+
+import math
+import re
+import stat
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tutorial_lib.show import plots
+
+CATEGORIES = ("chat", "code", "translation")
+
+
+def record(method="plain", *, k=0, tok_s=20.0, by_category=None, **changes):
+    """One record of the measured kind; `changes` replace top-level fields, `figures={...}` single figures."""
+    is_plain = method == "plain"
+    figures = {
+        "output_tok_s": tok_s,
+        "ttft_s": 0.1,
+        "latency_s": 64 / tok_s,
+        "acceptance_length": None if is_plain else 2.5,
+        "draft_ms_per_round": None if is_plain else 12.0,
+        "verify_ms_per_round": 45.0 if is_plain else 55.0,
+        "overhead_ms_per_round": 1.0,
+        "round_ms": 46.0 if is_plain else 68.0,
+        "acceptance_by_position": None if is_plain else [0.8, 0.5, 0.3, 0.1],
+        "accepted_histogram": None if is_plain else [20, 30, 20, 20, 10],
+    }
+    figures.update(changes.pop("figures", {}))
+    rates = by_category or dict.fromkeys(CATEGORIES, tok_s)
+    run = {
+        "kind": "run",
+        "method": method,
+        "backend": "torch",
+        "target": "embedded:target",
+        "drafter": None,
+        "dtype": "float32",
+        "device": "cpu",
+        "max_draft_len": k,
+        "batch_size": 1,
+        "sampling": {"max_tokens": 64, "temperature": None},
+        "prompt_set": {"name": "bundled", "sha256": "0" * 64, "count": 8},
+        "figures": figures,
+        "by_category": {c: {"output_tok_s": v} for c, v in rates.items()},
+        "repeat_figures": [{"output_tok_s": tok_s * f} for f in (0.95, 1.0, 1.1)] if tok_s else [],
+        "provenance": {"hardware": {"cpu": "Test CPU", "cores": 2, "gpus": []}},
+    }
+    return {**run, **changes}
+
+
+def three_runs():
+    slower = {"chat": 30.0, "code": 40.0, "translation": 18.0}
+    return [
+        record(),
+        record("draft_target", k=4, tok_s=30.0, by_category=slower),
+        record("ngram", k=4, tok_s=19.0),
+    ]
+
+
+def title(figure):
+    return figure.layout.title.text
+
+
+def shown_text(figure):
+    return " ".join(str(note.text) for note in figure.layout.annotations)
+
+
+ALL_PLOTS = [
+    plots.plot_throughput,
+    plots.plot_speedup,
+    plots.plot_speedup_by_category,
+    plots.plot_acceptance_by_position,
+    plots.plot_accepted_histogram,
+    plots.plot_draft_len_sweep,
+    plots.plot_round_time,
+    plots.plot_latency,
+]
+
+
+@pytest.mark.parametrize("plot", ALL_PLOTS)
+def test_every_figure_has_a_finding_axes_with_units_and_its_workload(plot):
+    figure = plot(three_runs())
+    assert len(title(figure)) > 20
+    axes = f"{figure.layout.xaxis.title.text} {figure.layout.yaxis.title.text}"
+    assert re.search(r"tokens / s|×|share|\(ms\)|\(s\)", axes), axes
+    subtitle = figure.layout.title.subtitle.text
+    assert "embedded:target" in subtitle and "Test CPU" in subtitle and "greedy" in subtitle
+
+
+@pytest.mark.parametrize("plot", ALL_PLOTS)
+def test_a_run_that_failed_is_a_gap_and_not_an_error(plot):
+    failed = record("draft_target", k=4, figures={"latency_s": None, "output_tok_s": math.nan})
+    failed["figures"].update(dict.fromkeys(("acceptance_length", "verify_ms_per_round"), math.nan))
+    failed["by_category"] = {}
+    assert len(title(plot([record(), failed]))) > 10
+
+
+def test_throughput_title_names_the_fastest_and_its_factor():
+    assert title(plots.plot_throughput(three_runs())) == ("Fastest is draft model: 30 output tokens / s, 1.50× plain")
+    losing = [record(), record("ngram", k=4, tok_s=15.0)]
+    assert "no drafter pays" in title(plots.plot_throughput(losing))
+
+
+def test_speedup_is_against_the_fastest_plain_run_of_the_same_engine():
+    runs = [
+        record(tok_s=20.0),
+        record(tok_s=25.0, experiment="packed weights"),
+        record(tok_s=5.0, backend="transformers"),
+        record("draft_target", k=4, tok_s=50.0),
+    ]
+    assert plots.speedup(runs[-1], runs) == pytest.approx(2.0)
+    assert plots.speedup(record("ngram", backend="vllm"), runs) is None
+
+
+def test_speedup_figures_draw_the_line_at_one_and_values_below_it():
+    figure = plots.plot_speedup_by_category(three_runs())
+    assert any(shape.y0 == shape.y1 == 1.0 for shape in figure.layout.shapes)
+    draft = next(trace for trace in figure.data if trace.name == "draft model")
+    assert dict(zip(draft.x, draft.y, strict=True))["translation"] == pytest.approx(0.9)
+    assert draft.x[0] == "code"  # best first
+    assert "2 of 6" in title(figure) and "0.90× (translation)" in title(figure)
+
+
+def test_same_method_looks_the_same_in_every_figure():
+    runs = three_runs()
+    colors = set()
+    for plot in (plots.plot_throughput, plots.plot_speedup, plots.plot_speedup_by_category):
+        colors |= {t.marker.color for t in plot(runs).data if t.name == "draft model"}
+    lines = [plots.plot_acceptance_by_position(runs), plots.plot_draft_len_sweep(runs)]
+    for figure in lines:
+        trace = next(t for t in figure.data if t.name.startswith("draft model"))
+        colors.add(trace.line.color)
+        assert (trace.line.dash, trace.marker.symbol) == ("dash", "square")
+    assert colors == {plots.METHODS["draft_target"].color}
+    styles = plots.METHODS.values()
+    for feature in ("color", "symbol", "dash"):
+        assert len({getattr(style, feature) for style in styles}) == len(styles), feature
+
+
+def test_another_backend_is_told_apart_without_colour():
+    figure = plots.plot_throughput([record(), record(backend="transformers", tok_s=10.0)])
+    assert figure.data[0].marker.pattern.shape != figure.data[1].marker.pattern.shape
+    assert [trace.x[0] for trace in figure.data] == ["plain decoding, torch", "plain decoding, transformers"]
+
+
+@pytest.mark.parametrize("missing", [None, math.nan, np.float64("nan"), math.inf])
+def test_stacked_bars_survive_a_missing_value(missing):
+    """plotly.js drops or misplaces the whole stack when it meets NaN; a gap must be null and be said."""
+    good = record("draft_target", k=4, figures={"draft_ms_per_round": 5.0, "verify_ms_per_round": 10.0})
+    bad = record("ngram", k=4, figures={"draft_ms_per_round": 7.0, "verify_ms_per_round": missing})
+    figure = plots.plot_round_time([good, bad])
+    stacks = {trace.name: list(trace.x) for trace in figure.data}
+    assert stacks["draft"] == [5.0, 7.0] and stacks["verify"] == [10.0, None]
+    assert "no value: verify" in shown_text(figure)
+    assert not re.search(r"NaN|Infinity", figure.to_json())
+    assert figure.layout.barmode == "stack"
+
+
+def test_zero_acceptance_stays_visible_on_a_log_axis():
+    run = record("ngram", k=4, figures={"acceptance_by_position": [0.6, 0.3, 0.0, None]})
+    figure = plots.plot_acceptance_by_position([run], log_y=True)
+    assert figure.layout.yaxis.type == "log"
+    drawn = figure.data[0].y
+    assert all(value > 0 for value in drawn[:3]) and drawn[3] is None
+    assert 10 ** figure.layout.yaxis.range[0] < drawn[2] < 0.3
+    assert "0 %" in shown_text(figure) and "no value" in shown_text(figure)
+    assert list(figure.data[0].customdata)[2] == 0.0  # the hover text tells the true value
+
+
+def test_histogram_shows_shares_and_the_acceptance_length():
+    figure = plots.plot_accepted_histogram(three_runs())
+    assert list(figure.data[0].y) == pytest.approx([0.2, 0.3, 0.2, 0.2, 0.1])
+    assert "bonus included" in title(figure) and "draft model 2.50" in title(figure)
+
+
+def test_sweep_names_the_best_k_and_draws_the_model_beside_it():
+    runs = [record()] + [record("draft_target", k=k, tok_s=v) for k, v in ((2, 26.0), (4, 30.0), (8, 22.0))]
+    figure = plots.plot_draft_len_sweep(runs, predicted={1: 1.1, 2: 1.25, 4: 1.52, 8: 1.15})
+    assert title(figure) == "The draft model pays most at K = 4: 1.50×"
+    assert [trace.name for trace in figure.data] == ["draft model, measured", "cost model"]
+    runs[1:] = [record("draft_target", k=2, tok_s=10.0)]
+    assert "does not pay" in title(plots.plot_draft_len_sweep(runs))
+
+
+def test_latency_parts_add_up_to_the_latency():
+    runs = three_runs()
+    figure = plots.plot_latency(runs)
+    for position, run in enumerate(runs):
+        total = sum(trace.x[position] or 0 for trace in figure.data)
+        assert total == pytest.approx(run["figures"]["latency_s"])
+
+
+def test_prediction_title_counts_what_lies_within_ten_percent():
+    points = [
+        {"label": "chat", "method": "draft_target", "predicted": 1.5, "measured": 1.45},
+        {"label": "code", "method": "draft_target", "predicted": 1.0, "measured": 1.5},
+        {"label": "none", "method": "ngram", "predicted": None, "measured": 1.5},
+    ]
+    figure = plots.plot_predicted_speedup(points, three_runs())
+    assert title(figure) == "The cost model is within 10 % in 1 of 2 cases (largest error 33%)"
+
+
+def test_names_from_records_cannot_inject_markup():
+    run = record("draft_target", k=4, target="<b onclick=x>evil</b>", by_category={"<img src=x>": 30.0})
+    base = record(target="<b onclick=x>evil</b>", by_category={"<img src=x>": 20.0})
+    text = plots.plot_speedup_by_category([base, run]).to_json()
+    assert "<img" not in text and "<b onclick" not in text
+
+
+def test_png_export_without_kaleido_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
+    said = []
+    assert plots.save_png(plots.plot_speedup(three_runs()), tmp_path / "a.png", say=said.append) is None
+    assert "kaleido" in said[0]
+
+
+def test_png_export_that_hangs_is_given_up(tmp_path, monkeypatch):
+    slow = tmp_path / "python"
+    slow.write_text("#!/bin/sh\nexec sleep 30\n")
+    slow.chmod(slow.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(sys, "executable", str(slow))
+    said = []
+    assert plots.save_png(plots.plot_speedup(three_runs()), tmp_path / "a.png", timeout_s=0.3, say=said.append) is None
+    assert "did not finish" in said[0]
+
+
+def test_figures_of_an_executed_notebook_need_no_network(tmp_path):
+    """Executes two figures in a real kernel and exports HTML: plotly.js once, both figures, no address loaded."""
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    nbconvert = pytest.importorskip("nbconvert")
+    setup = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from test_plots import three_runs\nfrom tutorial_lib.show import plots\nplots.set_renderer()"
+    )
+    sources = [setup, "plots.plot_throughput(three_runs())", "plots.plot_speedup(three_runs())"]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
+    nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    for cell in notebook.cells[1:]:
+        bundle = cell.outputs[0]["data"]
+        assert "application/vnd.plotly.v1+json" in bundle and "Plotly.newPlot" in bundle["text/html"]
+        assert len(bundle["text/html"]) < 50_000
+    scripts = [o for cell in notebook.cells for o in cell.outputs if 'id="workbook-plotlyjs"' in str(o)]
+    assert len(scripts) == 1
+    page, _ = nbconvert.HTMLExporter().from_notebook_node(notebook)
+    assert page.count('id="workbook-plotlyjs"') == 1 and page.count("Plotly.newPlot(") >= 2
+    outputs = "".join(str(o) for cell in notebook.cells[1:] for o in cell.outputs)
+    assert not re.search(r"<script[^>]+src=|<link[^>]+href=", outputs)

@@ -1,0 +1,172 @@
+"""Checks that learners call on their own functions: `test_residual(my_residual)`.
+
+A right answer prints one line. A wrong one raises `CheckFailed` with a message that names the case, what came back,
+what was expected and which misunderstanding usually gives that. A function that still returns `...` (or nothing) is
+reported as not attempted and fails nothing, so that a notebook with open exercises runs through in a batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+class CheckFailed(AssertionError):
+    """The learner's function gave a wrong answer; the message teaches."""
+
+
+class _NotAttempted(Exception):
+    pass
+
+
+def _call(fn: Callable[..., Any], *args: Any) -> Any:
+    try:
+        result = fn(*args)
+    except NotImplementedError:
+        raise _NotAttempted from None
+    if result is None or result is ...:
+        raise _NotAttempted
+    return result
+
+
+def _check(name: str, cases: Callable[[], None], passed: str) -> bool:
+    try:
+        cases()
+    except _NotAttempted:
+        print(f"○ {name}: not attempted yet; replace the `...` and run this cell again")
+        return False
+    print(f"✓ {name}: {passed}")
+    return True
+
+
+def _wrong(call: str, got: object, expected: object, hint: str) -> CheckFailed:
+    return CheckFailed(f"{call} gave {got}, expected {expected}. {hint}")
+
+
+def _close(a: float, b: float) -> bool:
+    return math.isfinite(a) and abs(a - b) <= 1e-4
+
+
+def test_accept_greedy(fn: Callable[[Sequence[int], Sequence[int]], Any]) -> bool:
+    """`fn(drafted, argmax)`: the ids a greedy round emits. drafted: K ids; argmax: the target's K + 1 choices."""
+    after_mismatch = "Matches after the first mismatch do not count: the text is another one by then"
+    cases = [
+        ([5, 6, 7], [5, 6, 7, 8], [5, 6, 7, 8], "All were accepted, so the target's next choice is the bonus token"),
+        ([5, 6, 7, 1], [5, 9, 7, 1, 2], [5, 9], after_mismatch),
+        ([5, 6, 7], [9, 6, 7, 8], [9], "The first draft is wrong: only the target's own token there comes out"),
+        ([], [4], [4], "With nothing drafted a round is one plain step"),
+    ]
+
+    def run() -> None:
+        for drafted, argmax, expected, hint in cases:
+            got = _call(fn, list(drafted), list(argmax))
+            ids = [int(token) for token in getattr(got, "emitted", got)]
+            if ids == expected[:-1]:
+                hint = "The bonus token is missing: verification always yields one token of the target's own"
+            if ids != expected:
+                raise _wrong(f"accept_greedy({drafted}, {argmax})", ids, expected, hint + ".")
+
+    return _check("accept_greedy", run, "the leading run of agreements, then the target's own token")
+
+
+def test_acceptance_probability(fn: Callable[[float, float], float]) -> bool:
+    """`fn(p, q)` is the probability that a token drafted with probability q and wanted with probability p stays."""
+
+    def run() -> None:
+        for p, q in ((0.3, 0.5), (0.5, 0.3), (0.2, 0.2), (0.0, 0.4), (0.05, 0.8)):
+            got, expected = float(_call(fn, p, q)), min(1.0, p / q)
+            if _close(got, expected):
+                continue
+            hint = "The rule is min(1, p / q)."
+            if got == float(p >= q):
+                hint = (
+                    "'Accept if p >= q' is only half of the rule: below that the draft still stays with probability "
+                    "p / q, else likely tokens of the target would come too rarely."
+                )
+            elif got > 1:
+                hint = "A probability cannot exceed 1: where the target wants the token more than the drafter, keep it."
+            elif _close(got, min(1.0, q / p) if p else math.nan):
+                hint = "Numerator and denominator are swapped: p is the target's probability, q the drafter's."
+            raise _wrong(f"acceptance_probability(p={p}, q={q})", f"{got:.4g}", f"{expected:.4g}", hint)
+
+    return _check("acceptance_probability", run, "min(1, p / q); p = 0.3 and q = 0.5 stay in 60 % of draws")
+
+
+def test_residual(fn: Callable[[Any, Any], Any]) -> bool:
+    """`fn(p, q)` is the distribution that replaces a rejected draft. p, q: float64 tensors [V] that sum to 1."""
+    import torch
+
+    cases = [
+        ([0.5, 0.3, 0.2], [0.2, 0.5, 0.3], [1.0, 0.0, 0.0]),
+        ([0.5, 0.3, 0.2], [0.0, 1.0, 0.0], [0.5 / 0.7, 0.0, 0.2 / 0.7]),
+        ([0.1, 0.4, 0.3, 0.2], [0.4, 0.1, 0.25, 0.25], [0.0, 0.3 / 0.35, 0.05 / 0.35, 0.0]),
+    ]
+
+    def run() -> None:
+        for p, q, expected in cases:
+            result = _call(fn, torch.tensor(p, dtype=torch.float64), torch.tensor(q, dtype=torch.float64))
+            got = [float(x) for x in result]
+            if len(got) == len(expected) and all(_close(a, b) for a, b in zip(got, expected, strict=True)):
+                continue
+            shown = [round(x, 4) for x in got]
+            call = f"residual(p={p}, q={q})"
+            raise _wrong(call, shown, [round(x, 4) for x in expected], _residual_hint(got, p, q))
+
+    return _check("residual", run, "norm(max(0, p - q)), over the whole vocabulary")
+
+
+def _residual_hint(got: list[float], p: list[float], q: list[float]) -> str:
+    if len(got) != len(p):
+        return "One probability per vocabulary entry, please."
+    if any(x < -1e-9 for x in got):
+        return "Negative probabilities: clip p - q at 0 before normalising."
+    if all(_close(a, b) for a, b in zip(got, p, strict=True)):
+        return "That is p itself. Tokens with q > p were already given their share when they were accepted."
+    rejected = max(range(len(q)), key=lambda i: q[i] - p[i])
+    zeroed = [0.0 if i == rejected else x for i, x in enumerate(p)]
+    if all(_close(a, b / sum(zeroed)) for a, b in zip(got, zeroed, strict=True)):
+        return "Zeroing the rejected id alone is right only where the drafter was certain (q one-hot)."
+    if not _close(sum(got), 1.0):
+        return f"It sums to {sum(got):.4g}: divide by the sum."
+    return "Take max(0, p - q) entry by entry, then divide by the sum."
+
+
+def test_expected_tokens(fn: Callable[[float, int], float]) -> bool:
+    """`fn(a, K)`: expected tokens per round, bonus included, where each draft token is accepted with probability a."""
+
+    def run() -> None:
+        for a, k in ((0.8, 5), (0.5, 1), (0.0, 4), (1.0, 4), (0.6, 3)):
+            expected = float(sum(a**i for i in range(k + 1)))
+            try:
+                got = float(_call(fn, a, k))
+            except ZeroDivisionError:
+                call = f"expected_tokens(a={a}, K={k})"
+                hint = "At a = 1 the closed form is 0 / 0; its limit is K + 1, the whole draft and the bonus token."
+                raise _wrong(call, "a division by zero", f"{expected:.4g}", hint) from None
+            if _close(got, expected):
+                continue
+            hint = "It is 1 + a + a² + … + a^K = (1 - a^(K+1)) / (1 - a)."
+            if _close(got, expected - 1):
+                hint = "The bonus token is missing: every round yields at least one token."
+            elif _close(got, 1 + a * k):
+                hint = "1 + aK forgets that a draft token only counts if all before it were accepted."
+            raise _wrong(f"expected_tokens(a={a}, K={k})", f"{got:.4g}", f"{expected:.4g}", hint)
+
+    return _check("expected_tokens", run, "(1 - a^(K+1)) / (1 - a), and K + 1 at a = 1")
+
+
+def test_break_even(fn: Callable[[float, float], float]) -> bool:
+    """`fn(t_plain, t_round)`: the acceptance length above which speculation pays; both times in the same unit."""
+
+    def run() -> None:
+        for t_plain, t_round in ((40.0, 60.0), (20.0, 50.0), (10.0, 10.0)):
+            got, expected = float(_call(fn, t_plain, t_round)), t_round / t_plain
+            if _close(got, expected):
+                continue
+            hint = "Speed-up is t_plain × acceptance length / t_round: set it to 1 and solve for the length."
+            if _close(got, t_plain / t_round):
+                hint = "Upside down: a longer round needs more tokens to pay."
+            raise _wrong(f"break_even(t_plain={t_plain}, t_round={t_round})", f"{got:.4g}", f"{expected:.4g}", hint)
+
+    return _check("break_even", run, "t_round / t_plain tokens per round")

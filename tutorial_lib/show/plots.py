@@ -1,0 +1,630 @@
+"""From records to figures: pure functions, nothing is measured here.
+
+Every function takes records (`bench.measure`) and returns a plotly `Figure` whose title states what these records
+say. One method has one colour, marker and dash in every figure (Okabe and Ito's colour-blind safe palette); a
+backend other than our own engine is hatched. A missing value is a gap that says so, and a zero stays visible on a
+logarithmic axis. `set_renderer()` is the one place that decides how a notebook shows figures.
+"""
+
+from __future__ import annotations
+
+import html
+import importlib.util
+import math
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+import plotly.io as pio
+from plotly.io._base_renderers import MimetypeRenderer
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class MethodStyle:
+    """How one drafting method looks, everywhere."""
+
+    label: str
+    color: str
+    symbol: str
+    dash: str
+    on_color: str = "white"  # text on a bar of this colour
+
+
+METHODS: dict[str, MethodStyle] = {
+    "plain": MethodStyle("plain decoding", "#595959", "circle", "solid"),
+    "draft_target": MethodStyle("draft model", "#0072B2", "square", "dash"),
+    "ngram": MethodStyle("n-gram lookup", "#E69F00", "diamond", "dot", "#222222"),
+    "lookahead": MethodStyle("lookahead", "#009E73", "triangle-up", "dashdot"),
+    "medusa": MethodStyle("Medusa heads", "#CC79A7", "cross", "longdash", "#222222"),
+    "eagle": MethodStyle("EAGLE head", "#D55E00", "star", "longdashdot"),
+}
+_UNKNOWN_METHOD = MethodStyle("", "#000000", "hexagon", "solid")
+_BACKEND_PATTERN = {"torch": "", "transformers": "/", "tensorrt_llm": "x", "vllm": "."}
+# Parts of a time are not methods: their colours are used for nothing else, and each has its own hatching.
+_PARTS = {
+    "prefill": ("prefill (up to the first token)", "#FFFFFF", "."),
+    "draft": ("draft", "#F0E442", "/"),
+    "verify": ("verify", "#56B4E9", ""),
+    "overhead": ("overhead", "#BDBDBD", "x"),
+}
+_INK, _GRID = "#222222", "#E3E3E3"
+_MARK = "#8A1C00"
+
+
+# --- how a notebook shows figures ---------------------------------------------------------------------------------
+
+
+class _OfflineRenderer(MimetypeRenderer):
+    """Each figure twice: as plotly's own type for JupyterLab, and as HTML that relies on the plotly.js which
+    `set_renderer` put into the page. Unlike plotly's `notebook` renderer it asks no network for MathJax."""
+
+    def to_mimebundle(self, fig_dict: dict[str, Any]) -> dict[str, Any]:
+        config = {"displaylogo": False, "responsive": True}
+        height = (fig_dict.get("layout") or {}).get("height") or 420
+        body = pio.to_html(
+            fig_dict,
+            config=config,
+            include_plotlyjs=False,
+            full_html=False,
+            default_height=height,
+            validate=False,
+        )
+        title = ((fig_dict.get("layout") or {}).get("title") or {}).get("text") or "figure"
+        title = html.unescape(title).replace("<br>", " ")
+        labelled = f'<div role="img" aria-label="{html.escape(title)}">{body}</div>'
+        bundle = pio.renderers["plotly_mimetype"].to_mimebundle({**fig_dict, "config": config})
+        return {**bundle, "text/html": labelled, "text/plain": f"figure: {title}"}
+
+
+def set_renderer() -> None:
+    """Make figures of this notebook visible in JupyterLab and in HTML exports that are opened without a network.
+
+    Puts plotly.js (4.8 MB) into the output of the calling cell, once; call it in one cell of a notebook, before the
+    first figure. Outside a Jupyter kernel plotly's own choice stays.
+    """
+    from IPython.core.getipython import get_ipython
+    from IPython.display import display
+    from plotly.offline import get_plotlyjs
+
+    shell = get_ipython()
+    if shell is None or not hasattr(shell, "kernel"):
+        return
+    pio.renderers["workbook"] = _OfflineRenderer()
+    pio.renderers.default = "workbook"
+    page_script = f'<script id="workbook-plotlyjs">{get_plotlyjs()}</script>'
+    display({"text/html": page_script, "text/plain": "plotly.js embedded: figures work offline"}, raw=True)
+
+
+def save_png(figure: go.Figure, path: str | Path, *, timeout_s: float = 60, say: Any = print) -> Path | None:
+    """A static copy through kaleido, in a process of its own that is given up after `timeout_s`.
+
+    Returns None, after one line that says why, where kaleido or the Chrome it drives is missing or does not answer.
+    """
+    path = Path(path)
+    if importlib.util.find_spec("kaleido") is None:
+        say(f"no {path.name}: static images need the package kaleido; the interactive figure is complete without it")
+        return None
+    code = "import sys, plotly.io as p; p.from_json(sys.stdin.read()).write_image(sys.argv[1], scale=2)"
+    command = [sys.executable, "-c", code, str(path)]
+    try:
+        subprocess.run(command, input=figure.to_json(), text=True, timeout=timeout_s, check=True, capture_output=True)
+    except subprocess.TimeoutExpired:
+        say(f"no {path.name}: the export did not finish within {timeout_s:g} s")
+    except subprocess.CalledProcessError as error:
+        say(f"no {path.name}: {(error.stderr.strip().splitlines() or ['the export failed'])[-1]}")
+    return path if path.exists() else None
+
+
+# --- reading records ----------------------------------------------------------------------------------------------
+
+
+def method_style(method: str) -> MethodStyle:
+    style = METHODS.get(method, _UNKNOWN_METHOD)
+    return style if style.label else MethodStyle(method, style.color, style.symbol, style.dash)
+
+
+def number(value: Any) -> float | None:
+    """A finite float, or None: what JSON null, NaN and infinity all become, so that plotly shows a gap."""
+    if value is None or isinstance(value, (bool, str)):
+        return None
+    value = float(value)
+    return value if math.isfinite(value) else None
+
+
+def numbers(values: Iterable[Any]) -> list[float | None]:
+    return [number(value) for value in values]
+
+
+def figure_of(run: Record, name: str) -> float | None:
+    return number(run["figures"].get(name))
+
+
+def baseline_of(run: Record, runs: Sequence[Record]) -> Record | None:
+    """The fastest plain run that `run` may be compared with: same engine, models, number format, device, batch."""
+    same = ("backend", "target", "dtype", "device", "batch_size")
+    plain = [r for r in runs if r["method"] == "plain" and all(r[key] == run[key] for key in same)]
+    timed = [r for r in plain if figure_of(r, "output_tok_s") is not None]
+    return max(timed, key=lambda r: r["figures"]["output_tok_s"], default=None)
+
+
+def speedup(run: Record, runs: Sequence[Record], category: str | None = None) -> float | None:
+    """Output throughput over that of the baseline, over all prompts or in one category."""
+    base = baseline_of(run, runs)
+    if base is None:
+        return None
+    mine, theirs = (
+        r["figures"] if category is None else (r.get("by_category") or {}).get(category) or {} for r in (run, base)
+    )
+    top, bottom = number(mine.get("output_tok_s")), number(theirs.get("output_tok_s"))
+    return top / bottom if top is not None and bottom else None
+
+
+def machine_of(runs: Sequence[Record]) -> str:
+    """The machines the records were measured on, in words."""
+    names: dict[str, None] = {}
+    for run in runs:
+        hardware = (run.get("provenance") or {}).get("hardware") or {}
+        gpus, cores = hardware.get("gpus"), hardware.get("cores")
+        name = str(hardware.get("cpu") or "a machine that was not recorded")
+        if run["device"] != "cpu" and gpus:
+            name = f"{len(gpus)} × {gpus[0]['name']}"
+        elif cores:
+            name += f", {cores} core{'s' if cores > 1 else ''}"
+        names[name] = None
+    return html.escape(" and ".join(names), quote=False)
+
+
+def label_of(run: Record, runs: Sequence[Record]) -> str:
+    """The method's name, with backend, K or number format only where they tell two of `runs` apart."""
+    parts = [method_style(run["method"]).label]
+    if len({r["max_draft_len"] for r in runs if r["method"] == run["method"]}) > 1:
+        parts.append(f"K = {run['max_draft_len']}")
+    for key in ("backend", "dtype", "target", "batch_size"):
+        if len({r[key] for r in runs}) > 1:
+            parts.append(f"batch {run[key]}" if key == "batch_size" else str(run[key]))
+    return html.escape(", ".join(parts), quote=False)
+
+
+def _workload(runs: Sequence[Record]) -> str:
+    """The line under a title: what ran, on what."""
+    first = runs[0]
+    lens = sorted({r["max_draft_len"] for r in runs if r["method"] != "plain"})
+    sampling = first.get("sampling") or {}
+    temperature = sampling.get("temperature")
+    parts = [
+        str(first["target"]),
+        "/".join(sorted({str(r["dtype"]) for r in runs})),
+        f"batch {'/'.join(str(b) for b in sorted({r['batch_size'] for r in runs}))}",
+        f"K = {', '.join(str(k) for k in lens)}" if lens else "",
+        f"temperature {temperature:g}" if temperature else "greedy",
+        f"{first['prompt_set']['count']} prompts" if first.get("prompt_set") else "",
+        f"≤ {sampling['max_tokens']} tokens each" if sampling.get("max_tokens") else "",
+    ]
+    return html.escape(" · ".join(p for p in parts if p), quote=False) + "<br>measured on " + machine_of(runs)
+
+
+def _spread(run: Record, name: str) -> tuple[float, float]:
+    """How far the lowest and the highest repeat lie from the reported figure."""
+    value = figure_of(run, name)
+    repeats = [x for x in numbers(r.get(name) for r in run.get("repeat_figures") or ()) if x is not None]
+    if value is None or not repeats:
+        return 0.0, 0.0
+    return max(0.0, value - min(repeats)), max(0.0, max(repeats) - value)
+
+
+# --- drawing helpers ----------------------------------------------------------------------------------------------
+
+
+def _layout(figure: go.Figure, title: str, runs: Sequence[Record], *, x: str = "", y: str = "", height: int = 440):
+    axis = {"gridcolor": _GRID, "linecolor": _INK, "zeroline": False, "automargin": True}
+    subtitle = {"text": _workload(runs), "font": {"size": 12, "color": "#555555"}} if runs else None
+    lines = textwrap.wrap(title, 88)
+    figure.update_layout(
+        title={
+            "text": "<br>".join(lines),
+            "subtitle": subtitle,
+            "x": 0,
+            "xref": "paper",
+            "xanchor": "left",
+            "font": {"size": 17},
+        },
+        font={"family": "system-ui, 'DejaVu Sans', sans-serif", "size": 13, "color": _INK},
+        paper_bgcolor="white",
+        plot_bgcolor="white",
+        height=height,
+        margin={"l": 70, "r": 50, "t": 85 + 22 * len(lines), "b": 60},
+        bargap=0.5 if len(runs) < 4 else 0.35,
+        legend={"orientation": "h", "y": -0.22, "yanchor": "top", "x": 0},
+    )
+    figure.update_xaxes(title_text=x or None, **axis)
+    figure.update_yaxes(title_text=y or None, **axis)
+    return figure
+
+
+def _bar_look(run: Record) -> dict[str, Any]:
+    style = method_style(run["method"])
+    pattern = _BACKEND_PATTERN.get(run["backend"], "+")
+    return {
+        "color": style.color,
+        "line": {"color": _INK, "width": 1},
+        "pattern": {"shape": pattern, "fgcolor": "white", "size": 7, "solidity": 0.35},
+    }
+
+
+def _bar_text(run: Record, values: Sequence[float | None], form: str) -> dict[str, Any]:
+    """Values written at the foot of the bars, where nothing crosses them."""
+    return {
+        "text": [None if value is None else format(value, form) for value in values],
+        "textposition": "inside",
+        "insidetextanchor": "start",
+        "textangle": 0,
+        "textfont": {"size": 13, "color": method_style(run["method"]).on_color},
+        "constraintext": "none",
+    }
+
+
+def _line_look(run: Record) -> dict[str, Any]:
+    style = method_style(run["method"])
+    hollow = "" if run["backend"] == "torch" else "-open"
+    return {
+        "mode": "lines+markers",
+        "line": {"color": style.color, "dash": style.dash, "width": 2.5},
+        "marker": {"symbol": style.symbol + hollow, "size": 10, "color": style.color},
+    }
+
+
+def _mark_gaps(figure: go.Figure, labels: Sequence[str], values: Sequence[float | None], **where: Any) -> None:
+    for label, value in zip(labels, values, strict=True):
+        if value is None:
+            note = {"x": label, "y": 0, "text": "no value", "showarrow": False, "yshift": 12, **where}
+            figure.add_annotation(font={"color": _MARK, "size": 12}, **note)
+
+
+def _line_at_one(figure: go.Figure) -> None:
+    figure.add_hline(
+        y=1.0,
+        line={"color": _MARK, "width": 2, "dash": "dot"},
+    )
+    label = {"text": "1.0×<br>plain", "font": {"color": _MARK, "size": 12}, "showarrow": False}
+    figure.add_annotation(x=1, xref="paper", xanchor="left", y=1.0, yanchor="middle", align="left", xshift=4, **label)
+
+
+def _speculative(runs: Sequence[Record]) -> list[Record]:
+    return [run for run in runs if run["method"] != "plain"]
+
+
+# --- how fast -----------------------------------------------------------------------------------------------------
+
+
+def plot_throughput(runs: Sequence[Record]) -> go.Figure:
+    """Output throughput of each run as a bar; the whisker spans the slowest and the fastest repeat."""
+    labels = [label_of(run, runs) for run in runs]
+    values = [figure_of(run, "output_tok_s") for run in runs]
+    figure = go.Figure()
+    for run, label, value in zip(runs, labels, values, strict=True):
+        below, above = _spread(run, "output_tok_s")
+        figure.add_bar(
+            x=[label],
+            y=[value],
+            name=label,
+            marker=_bar_look(run),
+            **_bar_text(run, [value], ".1f"),
+            error_y={"type": "data", "symmetric": False, "array": [above], "arrayminus": [below], "color": _INK},
+            hovertemplate="%{x}<br>%{y:.2f} output tokens / s<extra></extra>",
+        )
+    _mark_gaps(figure, labels, values)
+    figure.update_layout(showlegend=False)
+    return _layout(figure, _throughput_title(runs), runs, y="output throughput<br>(output tokens / s, TTFT included)")
+
+
+def _throughput_title(runs: Sequence[Record]) -> str:
+    timed = [run for run in runs if figure_of(run, "output_tok_s") is not None]
+    if not timed:
+        return "No run has a throughput yet"
+    best = max(timed, key=lambda run: run["figures"]["output_tok_s"])
+    rate = f"{best['figures']['output_tok_s']:.0f} output tokens / s"
+    if best["method"] == "plain":
+        return f"Fastest is {label_of(best, runs)}: {rate}, and no drafter pays"
+    against = speedup(best, runs)
+    return f"Fastest is {label_of(best, runs)}: {rate}" + (f", {against:.2f}× plain" if against is not None else "")
+
+
+def plot_speedup(runs: Sequence[Record]) -> go.Figure:
+    """Speed-up of each speculative run over the fastest plain run of the same engine, with the line at 1.0×."""
+    shown = _speculative(runs)
+    labels = [label_of(run, shown) for run in shown]
+    values = [speedup(run, runs) for run in shown]
+    figure = go.Figure()
+    for run, label, value in zip(shown, labels, values, strict=True):
+        look = {"marker": _bar_look(run), **_bar_text(run, [value], ".2f")}
+        figure.add_bar(x=[label], y=[value], name=label, hovertemplate="%{x}<br>%{y:.3f}×<extra></extra>", **look)
+    _mark_gaps(figure, labels, values)
+    _line_at_one(figure)
+    known = {label: value for label, value in zip(labels, values, strict=True) if value is not None}
+    title = "No speed-up can be computed: the plain run is missing"
+    if known:
+        best = max(known, key=known.__getitem__)
+        paying = sum(value > 1 for value in known.values())
+        title = f"{paying} of {len(known)} speculative runs beat plain decoding; best is {best}, {known[best]:.2f}×"
+    figure.update_layout(showlegend=False, yaxis_range=[0, 1.08 * max([1.1, *known.values()])])
+    return _layout(figure, title, runs, y="speed-up of output throughput (×)")
+
+
+def plot_speedup_by_category(runs: Sequence[Record]) -> go.Figure:
+    """The same speed-up within each prompt category, best first; it may well be below 1.0×."""
+    shown = _speculative(runs)
+    categories = sorted({c for run in shown for c in run.get("by_category") or {}})
+    table = {id(run): {c: speedup(run, runs, c) for c in categories} for run in shown}
+    first = table[id(shown[0])] if shown else {}
+    categories.sort(key=lambda c: -(first.get(c) or 0))
+    figure = go.Figure()
+    for run in shown:
+        values = [table[id(run)][c] for c in categories]
+        figure.add_bar(
+            x=[html.escape(c, quote=False) for c in categories],
+            y=values,
+            name=label_of(run, shown),
+            marker=_bar_look(run),
+            **_bar_text(run, values, ".2f"),
+            hovertemplate="%{x}<br>%{y:.3f}×<extra>%{fullData.name}</extra>",
+        )
+    _line_at_one(figure)
+    known = [(value, c, run) for run in shown for c, value in table[id(run)].items() if value is not None]
+    title = "No speed-up by category: the plain run or the categories are missing"
+    if known:
+        top, bottom = max(known, key=lambda k: k[0]), min(known, key=lambda k: k[0])
+        paying = sum(value > 1 for value, _, _ in known)
+        title = (
+            f"Speculation pays in {paying} of {len(known)} cases: from {top[0]:.2f}× ({html.escape(top[1])}) "
+            f"down to {bottom[0]:.2f}× ({html.escape(bottom[1])})"
+        )
+    _layout(figure, title, runs, y="speed-up of output throughput (×)", x="prompt category")
+    top_value = max([1.1, *(value for value, _, _ in known)])
+    return figure.update_layout(showlegend=True, bargap=0.2, yaxis_range=[0, 1.08 * top_value])
+
+
+# --- what is accepted ---------------------------------------------------------------------------------------------
+
+
+def plot_acceptance_by_position(runs: Sequence[Record], *, log_y: bool = False) -> go.Figure:
+    """Share of drafts accepted at each position of a round. On a log axis constant per-token acceptance would be a
+    straight line; a zero is drawn on the floor of the axis and marked as 0."""
+    shown = [run for run in _speculative(runs) if run["figures"].get("acceptance_by_position")]
+    rates = {id(run): numbers(run["figures"]["acceptance_by_position"]) for run in shown}
+    positive = [rate for values in rates.values() for rate in values if rate]
+    floor = min(positive, default=0.1) / 3
+    figure = go.Figure()
+    for run in shown:
+        values = rates[id(run)]
+        positions = list(range(1, len(values) + 1))
+        drawn = [floor if log_y and value == 0 else value for value in values]
+        look = {**_line_look(run), "name": label_of(run, shown), "customdata": values}
+        hover = "position %{x}<br>accepted in %{customdata:.1%}<extra>%{fullData.name}</extra>"
+        figure.add_scatter(x=positions, y=drawn, hovertemplate=hover, connectgaps=False, cliponaxis=False, **look)
+        for position, value in zip(positions, values, strict=True):
+            if value is None or (log_y and value == 0):
+                text, at = ("no value", 0.0) if value is None else ("0 %", floor)
+                at = math.log10(max(at, floor)) if log_y else at
+                figure.add_annotation(x=position, y=at, text=text, showarrow=False, yshift=14, font={"size": 12})
+    title = "No run has an acceptance by position"
+    if shown:
+        ends = [(rates[id(run)], label_of(run, shown)) for run in shown]
+        parts = [f"{label} {_percent(v[0])} → {_percent(v[-1])}" for v, label in ends]
+        title = "Acceptance at the first → the last draft position: " + "; ".join(parts)
+    _layout(figure, title, runs, x="position in the draft", y="share of drafted tokens accepted")
+    figure.update_xaxes(dtick=1)
+    if log_y:
+        figure.update_yaxes(type="log", range=[math.log10(floor) - 0.1, 0.05], tickformat=".0%", dtick="D2")
+    else:
+        figure.update_yaxes(range=[0, 1.05], tickformat=".0%")
+    figure.update_layout(showlegend=True)
+    return figure
+
+
+def _percent(value: float | None) -> str:
+    return "no value" if value is None else f"{value:.0%}"
+
+
+def plot_accepted_histogram(runs: Sequence[Record]) -> go.Figure:
+    """How many draft tokens a round accepted, as a share of all rounds."""
+    shown = [run for run in _speculative(runs) if run["figures"].get("accepted_histogram")]
+    figure = go.Figure()
+    parts = []
+    for run in shown:
+        counts = [count or 0.0 for count in numbers(run["figures"]["accepted_histogram"])]
+        total = sum(counts) or 1.0
+        shares = [count / total for count in counts]
+        label = label_of(run, shown)
+        parts.append(f"{label} {figure_of(run, 'acceptance_length') or math.nan:.2f}")
+        figure.add_bar(
+            x=list(range(len(counts))),
+            y=shares,
+            name=label,
+            marker=_bar_look(run),
+            customdata=counts,
+            text=[f"{share:.0%}" for share in shares],
+            textposition="outside",
+            cliponaxis=False,
+            hovertemplate="%{x} accepted<br>%{y:.1%} of rounds (%{customdata:.0f})<extra>%{fullData.name}</extra>",
+        )
+    title = "Acceptance length (tokens per round, bonus included): " + "; ".join(parts) if parts else "No rounds"
+    _layout(figure, title, runs, x="draft tokens accepted in a round", y="share of rounds")
+    figure.update_xaxes(dtick=1)
+    figure.update_yaxes(tickformat=".0%", rangemode="tozero")
+    figure.update_layout(showlegend=True, bargap=0.2)
+    return figure
+
+
+# --- why it pays or not -------------------------------------------------------------------------------------------
+
+
+def plot_draft_len_sweep(runs: Sequence[Record], predicted: Mapping[int, float] | None = None) -> go.Figure:
+    """Measured speed-up against K, one line per method, and the cost model's curve (`predicted`: K -> speed-up)."""
+    figure = go.Figure()
+    best: tuple[float, int, str] | None = None
+    for method in dict.fromkeys(run["method"] for run in _speculative(runs)):
+        line = sorted((r for r in runs if r["method"] == method), key=lambda r: r["max_draft_len"])
+        values = [speedup(run, runs) for run in line]
+        label = method_style(method).label + ", measured"
+        look = {**_line_look(line[0]), "name": label, "connectgaps": False}
+        lens = [run["max_draft_len"] for run in line]
+        figure.add_scatter(x=lens, y=values, hovertemplate="K = %{x}<br>%{y:.3f}×<extra></extra>", **look)
+        for k, value in zip(lens, values, strict=True):
+            if value is not None and (best is None or value > best[0]):
+                best = (value, k, method_style(method).label)
+    if predicted:
+        lens = sorted(predicted)
+        curve = {"mode": "lines", "line": {"color": _INK, "width": 2, "dash": "solid"}, "name": "cost model"}
+        figure.add_scatter(x=lens, y=numbers(predicted[k] for k in lens), **curve)
+    _line_at_one(figure)
+    title = "No K has been measured"
+    if best is not None:
+        verdict = f"pays most at K = {best[1]}: {best[0]:.2f}×" if best[0] > 1 else "does not pay at any K measured"
+        title = f"The {best[2]} {verdict}"
+    figure.update_layout(showlegend=True)
+    _layout(figure, title, runs, x="K, draft tokens per round", y="speed-up of output throughput (×)")
+    figure.update_xaxes(dtick=1)
+    figure.update_yaxes(rangemode="tozero")
+    return figure
+
+
+def plot_round_time(runs: Sequence[Record]) -> go.Figure:
+    """Where the time of one round goes: draft, verify, overhead; a part that was not measured is left out, said so,
+    and does not disturb the others."""
+    labels = [label_of(run, runs) for run in runs]
+    figure = go.Figure()
+    for part in ("draft", "verify", "overhead"):
+        values = [figure_of(run, f"{part}_ms_per_round") for run in runs]
+        _stack(figure, part, labels, values, "ms")
+    title = _time_title(runs)
+    _say_missing(figure, runs, labels, ("draft", "verify", "overhead"))
+    figure.update_layout(barmode="stack", showlegend=True, legend_traceorder="normal")
+    _layout(figure, title, runs, x="time per round (ms)", height=240 + 60 * len(runs))
+    figure.update_yaxes(autorange="reversed")
+    return figure
+
+
+def _stack(figure: go.Figure, part: str, labels: list[str], values: list[float | None], unit: str) -> None:
+    name, color, pattern = _PARTS[part]
+    figure.add_bar(
+        x=values,
+        y=labels,
+        name=name,
+        orientation="h",
+        marker={
+            "color": color,
+            "line": {"color": _INK, "width": 1},
+            "pattern": {"shape": pattern, "fgcolor": "#777777", "size": 7, "solidity": 0.25},
+        },
+        text=[f"{value:.3g}" if value else None for value in values],
+        textposition="inside",
+        insidetextanchor="middle",
+        textangle=0,
+        textfont={"color": _INK},
+        hovertemplate=f"%{{y}}<br>{name}: %{{x:.3f}} {unit}<extra></extra>",
+    )
+
+
+def _say_missing(figure: go.Figure, runs: Sequence[Record], labels: Sequence[str], parts: Sequence[str]) -> None:
+    """A speculative run lacks a part it should have, or a plain run its verification: write that on its bar."""
+    for run, label in zip(runs, labels, strict=True):
+        expected = parts if run["method"] != "plain" else [p for p in parts if p == "verify"]
+        missing = [part for part in expected if figure_of(run, f"{part}_ms_per_round") is None]
+        if missing:
+            text = f"no value: {', '.join(missing)}"
+            note = {"x": 1, "xref": "paper", "xanchor": "right", "y": label, "showarrow": False, "yshift": -24}
+            figure.add_annotation(text=text, font={"color": _MARK, "size": 12}, **note)
+
+
+def _time_title(runs: Sequence[Record]) -> str:
+    for run in _speculative(runs):
+        draft, verify = figure_of(run, "draft_ms_per_round"), figure_of(run, "verify_ms_per_round")
+        base = baseline_of(run, runs)
+        step = figure_of(base, "verify_ms_per_round") or figure_of(base, "round_ms") if base else None
+        if draft is not None and verify and step:
+            k = run["max_draft_len"]
+            return (
+                f"Checking up to {k} draft tokens at once costs {verify / step:.2f}× one plain step; "
+                f"drafting adds {draft / step:.2f}×"
+            )
+    return "Time per round, by what it is spent on"
+
+
+def plot_latency(runs: Sequence[Record]) -> go.Figure:
+    """Mean latency of a request, split into prefill and the rounds' draft, verify and overhead time."""
+    labels = [label_of(run, runs) for run in runs]
+    split: dict[str, list[float | None]] = {part: [] for part in _PARTS}
+    for run in runs:
+        ttft, latency = figure_of(run, "ttft_s"), figure_of(run, "latency_s")
+        split["prefill"].append(ttft)
+        per_round = {p: figure_of(run, f"{p}_ms_per_round") for p in ("draft", "verify", "overhead")}
+        total = sum(value for value in per_round.values() if value)
+        for part, value in per_round.items():
+            if ttft is None or latency is None or value is None or not total > 0:
+                split[part].append(None)
+            else:
+                split[part].append((latency - ttft) * value / total)
+    figure = go.Figure()
+    for part, values in split.items():
+        _stack(figure, part, labels, values, "s")
+    _say_missing(figure, runs, labels, ("draft", "verify", "overhead"))
+    timed = [run for run in runs if figure_of(run, "latency_s") and figure_of(run, "ttft_s") is not None]
+    title = "No run has a latency"
+    if timed:
+        best = min(timed, key=lambda run: run["figures"]["latency_s"])
+        ttft, latency = best["figures"]["ttft_s"], best["figures"]["latency_s"]
+        title = (
+            f"Shortest wait: {label_of(best, runs)}, {latency:.2f} s per answer, "
+            f"of which {ttft / latency:.0%} before the first token"
+        )
+    figure.update_layout(barmode="stack", showlegend=True, legend_traceorder="normal")
+    _layout(figure, title, runs, x="latency of a request (s), mean over prompts", height=240 + 60 * len(runs))
+    figure.update_yaxes(autorange="reversed")
+    return figure
+
+
+def plot_predicted_speedup(points: Sequence[Mapping[str, Any]], runs: Sequence[Record]) -> go.Figure:
+    """The cost model against the stop-watch: one mark per point (`label`, `method`, `predicted`, `measured`), the
+    diagonal where both agree, and a band of 10 % around it. `runs` are the records the points were computed from."""
+    figure = go.Figure()
+    known = [(x, y, p) for p in points if (x := number(p["predicted"])) is not None if (y := number(p["measured"]))]
+    ends = [0.0, 1.1 * max([1.0, *(max(x, y) for x, y, _ in known)])]
+    for factor, name, dash in ((1.0, "prediction = measurement", "solid"), (1.1, "± 10 %", "dot"), (0.9, "", "dot")):
+        line = {"color": "#777777", "dash": dash, "width": 1.5}
+        figure.add_scatter(
+            x=ends, y=[end * factor for end in ends], mode="lines", line=line, name=name, showlegend=bool(name)
+        )
+    for method in dict.fromkeys(p["method"] for _, _, p in known):
+        style = method_style(method)
+        mine = sorted((x, y, html.escape(str(p["label"]), quote=False)) for x, y, p in known if p["method"] == method)
+        xs, ys, names = zip(*mine, strict=True)
+        figure.add_scatter(
+            x=xs,
+            y=ys,
+            text=names,
+            name=style.label,
+            mode="markers+text",
+            textposition=[("top left", "bottom right")[i % 2] for i in range(len(mine))],
+            textfont={"size": 11},
+            marker={"symbol": style.symbol, "size": 11, "color": style.color},
+            hovertemplate="%{text}<br>predicted %{x:.2f}×, measured %{y:.2f}×<extra></extra>",
+        )
+    title = "Nothing to compare with the cost model"
+    if known:
+        off = max(abs(x / y - 1) for x, y, _ in known)
+        close = sum(abs(x / y - 1) <= 0.1 for x, y, _ in known)
+        title = f"The cost model is within 10 % in {close} of {len(known)} cases (largest error {off:.0%})"
+    figure.update_layout(showlegend=True)
+    axes = {"x": "predicted speed-up (×)", "y": "measured speed-up (×)"}
+    _layout(figure, title, runs, height=520, **axes)
+    lowest = min((min(x, y) for x, y, _ in known), default=0.0)
+    figure.update_xaxes(range=[max(0.0, lowest - 0.3), ends[1]])
+    figure.update_yaxes(range=[max(0.0, lowest - 0.3), ends[1]])
+    return figure
