@@ -1,0 +1,474 @@
+"""The command line: what it passes on, what it prints, and one line with exit code 2 for every mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from tutorial_lib import api, cli, config, doctor, models, runner
+from tutorial_lib.config import DraftTargetDecodingConfig, NGramDecodingConfig
+from tutorial_lib.errors import EngineDirError, ModelError, PromptError
+from tutorial_lib.results import Generation, Round
+
+REPO = Path(__file__).parents[1]
+
+
+class FakeLLM:
+    """Stands for `api.LLM`: remembers what it was asked, streams `texts`, each the text so far."""
+
+    texts = ["Hel", "Hello", "Hello\nworld"]
+    error: BaseException | None = None
+    made: list[FakeLLM] = []
+
+    def __init__(self, model, **options):
+        if FakeLLM.error is not None:
+            raise FakeLLM.error
+        self.model, self.options, self.is_closed = model, options, False
+        self.info = {"backend": "torch", "target": model}
+        self.tokenizer = FakeTokenizer()
+        options["say"]("building \x1b[31mit")
+        FakeLLM.made.append(self)
+
+    def generate_async(self, inputs, params, streaming=False):
+        self.inputs, self.params = inputs, params
+        assert streaming
+        for text in FakeLLM.texts:
+            yield Generation([1, 2], [3] * 5, text, "length", ROUNDS, ttft_s=0.05, latency_s=0.25)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.is_closed = True
+
+
+class FakeTokenizer:
+    chat_template = "{{ user }}"
+    bos_token_id = None
+
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+        return f"<user>{messages[0]['content']}<assistant>"
+
+    def __call__(self, text, add_special_tokens=True):
+        return {"input_ids": [ord(char) for char in text]}
+
+
+ROUNDS = [Round((7, 7), 1, (7, 8), 0.01, 0.08, 0.15), Round((7, 7), 1, (7, 8), 0.01, 0.08, 0.25)]
+PROMPT = ["generate", "--prompt", "Say hello"]
+
+
+@pytest.fixture(autouse=True)
+def fake_llm(monkeypatch):
+    monkeypatch.setattr(api, "LLM", FakeLLM)
+    monkeypatch.setattr(FakeLLM, "error", None)
+    FakeLLM.made.clear()
+    return FakeLLM
+
+
+@pytest.fixture
+def workbook(capsys):
+    """Run one command; returns (exit code, stdout, stderr)."""
+
+    def call(*words):
+        code = cli._run([str(word) for word in words])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def refuses(workbook):
+    """Run one command that must be refused: exit code 2, nothing on stdout, one line; returns the line."""
+
+    def call(*words):
+        code, out, err = workbook(*words)
+        lines = [line for line in err.splitlines() if not line.startswith("building ")]
+        assert code == 2 and out == "", (code, out, err)
+        assert len(lines) == 1 and lines[0].startswith("error: "), err
+        return lines[0]
+
+    return call
+
+
+# ---- generate -------------------------------------------------------------------------------------------------------
+
+
+def test_generate_prints_the_text_and_a_summary_last(workbook):
+    code, out, err = workbook(*PROMPT, "--drafter", "ngram")
+    assert code == 0
+    assert out.splitlines() == [
+        "Hello",
+        "world",
+        "summary: 5 output tokens | output throughput 20.0 tokens/s | acceptance length 2.00 | TTFT 0.050 s | "
+        "ended by its limit",
+    ]
+    assert err == "building \\x1b[31mit\n"
+    assert FakeLLM.made[0].is_closed
+
+
+def test_generate_passes_every_option_on(workbook):
+    workbook(
+        *[*PROMPT, "--target", "here/target", "--drafter", "here/draft", "--max-draft-len", 3, "--max-tokens", 9],
+        *["--temperature", 0.5, "--top-p", 0.9, "--top-k", 7, "--seed", 11, "--backend", "transformers"],
+        *["--dtype", "bfloat16"],
+    )
+    (llm,) = FakeLLM.made
+    assert llm.model == "here/target"
+    speculative = llm.options["speculative_config"]
+    assert speculative == DraftTargetDecodingConfig(max_draft_len=3, speculative_model_dir="here/draft")
+    assert llm.options["backend"] == "transformers" and llm.options["dtype"] == "bfloat16"
+    assert llm.params == config.SamplingParams(max_tokens=9, temperature=0.5, top_p=0.9, top_k=7, seed=11)
+
+
+def test_generate_defaults(workbook):
+    _, out, _ = workbook(*PROMPT)
+    (llm,) = FakeLLM.made
+    assert llm.model == "embedded:target" and llm.options["speculative_config"] is None
+    assert llm.params == config.SamplingParams(max_tokens=64)
+    assert "acceptance length: none, no drafts" in out
+
+
+def test_generate_ngram(workbook):
+    workbook(*PROMPT, "--drafter", "ngram")
+    assert FakeLLM.made[0].options["speculative_config"] == NGramDecodingConfig(max_draft_len=4)
+
+
+def test_chat_template_unless_raw(workbook):
+    workbook(*PROMPT)
+    assert "".join(map(chr, FakeLLM.made[0].inputs)) == "<user>Say hello<assistant>"
+    workbook(*PROMPT, "--raw")
+    assert FakeLLM.made[1].inputs == "Say hello"
+
+
+def test_text_comes_as_it_is_made(monkeypatch):
+    writes = []
+
+    class Out:
+        def write(self, text):
+            writes.append(text)
+
+        def flush(self):
+            writes.append("|")
+
+    generations = [Generation([1], [2], text, "length") for text in ("a", "a", "abc")]
+    assert cli.stream_text(iter(generations), Out()) is generations[-1]
+    assert "".join(writes) == "a||bc|\n"
+
+
+def test_model_text_cannot_steer_the_terminal(workbook, monkeypatch):
+    monkeypatch.setattr(FakeLLM, "texts", ["\x1b]0;title\x07red\x1b[31m \r\x9b2J \u202egnp.exe\tok\nä🙂\u200d"])
+    _, out, _ = workbook(*PROMPT)
+    assert out.startswith("\\x1b]0;title\\x07red\\x1b[31m \\r\\x9b2J \\u202egnp.exe\tok\nä🙂\u200d\n")
+    assert not any(ord(char) < 32 and char not in "\n\t" for char in out)
+
+
+@pytest.mark.parametrize("text", ["", "plain", "a\tb\nc", "ünï 漢字 🙂"])
+def test_printable_leaves_text_alone(text):
+    assert cli.printable(text) == text
+    assert cli.printable("\ud800\x7f") == "\\ud800\\x7f"
+
+
+def test_json_file(workbook, tmp_path):
+    target = tmp_path / "out.json"
+    target.write_text("old")
+    code, out, _ = workbook(*PROMPT, "--drafter", "ngram", "--seed", 3, "--json", target)
+    document = json.loads(target.read_text())
+    assert code == 0 and out.startswith("Hello\nworld\nsummary:")
+    assert document["prompt"] == "Say hello" and document["text"] == "Hello\nworld"
+    assert document["figures"]["acceptance_length"] == 2.0 and "acceptance_length" in document["definitions"]
+    assert document["rounds"][0]["drafted"] == [7, 7] and document["provenance"]["seed"] == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
+
+
+def test_json_to_stdout_is_one_document(workbook):
+    code, out, err = workbook(*PROMPT, "--json", "-")
+    assert code == 0 and json.loads(out)["text"] == "Hello\nworld"
+    assert "Hello\nworld\nsummary:" in err
+
+
+# ---- mistakes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_draft_len", [0, -1])
+@pytest.mark.parametrize("drafter", [[], ["--drafter", "ngram"], ["--drafter", "embedded:draft"]])
+def test_k_below_one(refuses, max_draft_len, drafter):
+    assert f"max_draft_len is {max_draft_len}" in refuses(*PROMPT, *drafter, "--max-draft-len", max_draft_len)
+    assert FakeLLM.made == []  # before a model is loaded
+
+
+@pytest.mark.parametrize("prompt", ["", "  \n", "\udcff"])
+def test_prompt_that_is_none(refuses, prompt):
+    assert "prompt is" in refuses("generate", "--prompt", prompt)
+    assert FakeLLM.made == []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--max-tokens", "0"], "max_tokens is 0"),
+        (["--max-tokens", "many"], "'--max-tokens'"),
+        (["--temperature", "-1"], "temperature is -1"),
+        (["--temperature", "nan"], "temperature is nan"),
+        (["--top-p", "0"], "top_p is 0"),
+        (["--top-k", "-1"], "top_k is -1"),
+        (["--seed", "-3"], "seed is -3"),
+        (["--drafter", ""], "--drafter is empty"),
+        (["--json", "missing/out.json"], "there is no folder missing"),
+        (["--json", "/dev/null"], "is not a file"),
+        (["--json", "."], "is not a file"),
+        (["--no-such-option", "1"], "--no-such-option"),
+        (["stray"], "stray"),
+    ],
+)
+def test_options_are_checked_before_a_model_is_loaded(refuses, options, words):
+    assert words in refuses(*PROMPT, *options)
+    assert FakeLLM.made == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["genrate"], ["generate"], ["build"], ["report"], ["--what"], ["run", "-p"], ["bench", "--repeats", "x"]],
+)
+def test_wrong_command_lines(refuses, words):
+    assert "--help" in refuses(*words)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ModelError("model 'nowhere' is not a folder", "a folder", "check the spelling"),
+        EngineDirError("engine directory x was built for max_draft_len 4", "max_draft_len 8", "rebuild"),
+        PromptError("prompt has 5000 tokens", "fewer than 2048, the engine's max_seq_len", "shorten it"),
+        ModelError("token id 7 is 'a' in the target\nand 'b' in the drafter"),
+        ModelError("folder \x1b[31mred"),
+    ],
+)
+def test_errors_of_the_package_are_one_line(refuses, monkeypatch, error):
+    monkeypatch.setattr(FakeLLM, "error", error)
+    line = refuses(*PROMPT)
+    assert line == f"error: {error}".replace("\x1b", "\\x1b")
+
+
+def test_a_defect_keeps_its_traceback(workbook, monkeypatch):
+    monkeypatch.setattr(FakeLLM, "error", ZeroDivisionError("ours"))
+    with pytest.raises(ZeroDivisionError):
+        workbook(*PROMPT)
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt(), typer.Abort()])
+def test_ctrl_c(workbook, monkeypatch, interruption):
+    monkeypatch.setattr(FakeLLM, "error", interruption)
+    code, out, err = workbook(*PROMPT)
+    assert code == 130 and "interrupted" in err and "Traceback" not in err
+
+
+def test_unknown_model_for_real(refuses, monkeypatch, tmp_path):
+    monkeypatch.undo()  # the real LLM
+    monkeypatch.setenv("SPECDEC_WORKBOOK_CACHE", str(tmp_path))
+    assert "no-such-model" in refuses(*PROMPT, "--target", "no-such-model")
+    assert "'nobody' is unknown" in refuses(*PROMPT, "--target", "dummy:nobody")
+    assert "backend is 'abacus'" in refuses(*PROMPT, "--backend", "abacus")
+    assert "no-such-model" in refuses("build", "no-such-model", "--out", tmp_path / "engine")
+    assert "no-such-model" in refuses("fetch", "no-such-model")
+    assert not (tmp_path / "engine").exists()
+
+
+# ---- doctor, fetch, build -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("status", "expected"), [("OK", 0), ("WARN", 0), ("FAIL", 1)])
+def test_doctor(workbook, monkeypatch, status, expected):
+    monkeypatch.setattr(doctor, "diagnose", lambda: [doctor.Finding("disk", status, "0.1 GB", "free some")])
+    code, out, err = workbook("doctor")
+    assert code == expected and status in out and "-> free some" in out and err == ""
+    assert out.splitlines()[-1].startswith("`make run` can")
+
+
+def test_fetch(workbook, monkeypatch, tmp_path):
+    asked = []
+
+    def resolve(name, *, say):
+        say("fetching 92.9 MB")
+        asked.append(name)
+        return models.Checkpoint(name, None if name.startswith("dummy:") else tmp_path, {})
+
+    monkeypatch.setattr(models, "resolve", resolve)
+    code, out, err = workbook("fetch")
+    assert (code, out, err) == (0, f"embedded:target is ready in {tmp_path}\n", "fetching 92.9 MB\n")
+    workbook("fetch", "embedded:draft", "dummy:llama-3.2-1b")
+    assert asked == ["embedded:target", "embedded:draft", "dummy:llama-3.2-1b"]
+
+
+def test_build(workbook, monkeypatch, tmp_path):
+    calls = []
+
+    def build(checkpoint, output_dir, **options):
+        calls.append((checkpoint, output_dir, options))
+        manifest = {"dtype": "int8", "arch": "cpu-x86_64", "files": {"w": {"bytes": 2_000_000}}}
+        (tmp_path / "engine.json").write_text(json.dumps(manifest | {"build": {"seconds": 1.5}}))
+        return tmp_path
+
+    monkeypatch.setattr(api, "build", build)
+    code, out, _ = workbook("build", "embedded:target")
+    assert (code, out) == (0, f"{tmp_path} (int8, cpu-x86_64, 2.0 MB, built in 1.5 s)\n")
+    workbook(
+        *["build", "dummy:x", "--out", tmp_path / "e", "--dtype", "int8", "--max-batch-size", 2],
+        *["--max-seq-len", 128, "--max-draft-len", 4, "--overwrite"],
+    )
+    for _, _, options in calls:
+        options.pop("say")
+    defaults = {"dtype": "auto", "max_batch_size": 8, "max_seq_len": None, "max_draft_len": 16, "overwrite": False}
+    asked = {"dtype": "int8", "max_batch_size": 2, "max_seq_len": 128, "max_draft_len": 4, "overwrite": True}
+    assert calls == [("embedded:target", None, defaults), ("dummy:x", tmp_path / "e", asked)]
+
+
+# ---- bench, run, report ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fake_bench(monkeypatch):
+    """Stands for bench.measure; returns the calls it got."""
+    calls = []
+
+    class Measure:
+        @staticmethod
+        def bench(profile, **options):
+            options.pop("say")("measuring")
+            calls.append((profile, options))
+            return {"runs": [{"kind": "run"}], "summary": {"plain_tok_s": 20.5, "identical_text": True, "x": None}}
+
+    import tutorial_lib.bench
+
+    monkeypatch.setitem(sys.modules, "tutorial_lib.bench.measure", Measure)
+    monkeypatch.setattr(tutorial_lib.bench, "measure", Measure, raising=False)
+    return calls
+
+
+def test_bench(workbook, fake_bench, tmp_path):
+    code, out, err = workbook("bench", "--profile", "cpu", "--json", tmp_path / "out.json")
+    assert code == 0 and fake_bench == [("cpu", {})] and err == "measuring\n"
+    assert [line.split() for line in out.splitlines()] == [
+        ["plain_tok_s", "20.50"],
+        ["identical_text", "True"],
+        ["x", "-"],
+    ]
+    assert json.loads((tmp_path / "out.json").read_text())["runs"] == [{"kind": "run"}]
+
+
+def test_bench_options(workbook, fake_bench, tmp_path):
+    own = tmp_path / "own.jsonl"
+    own.write_text('{"question_id": 1, "category": "chat", "turns": ["Hi"]}\n')
+    code, out, _ = workbook(
+        *["bench", "--prompts", own, "--repeats", 5, "--max-draft-len", 2, "--methods", "plain,ngram", "--json", "-"]
+    )
+    ((_, options),) = fake_bench
+    assert code == 0 and json.loads(out)["summary"]["plain_tok_s"] == 20.5
+    assert options["repeats"] == 5 and options["max_draft_len"] == 2 and options["methods"] == ["plain", "ngram"]
+    assert options["prompts"][0].turns == ("Hi",)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--profile", "cray"], "profile 'cray' is unknown"),
+        (["--repeats", 0], "--repeats is 0"),
+        (["--max-draft-len", 0], "--max-draft-len is 0"),
+        (["--max-draft-len", -1], "--max-draft-len is -1"),
+        (["--json", "missing/out.json"], "there is no folder"),
+        (["--prompts", "missing.jsonl"], "missing.jsonl cannot be read"),
+    ],
+)
+def test_bench_is_checked_before_it_starts(refuses, fake_bench, options, words):
+    assert words in refuses("bench", *options)
+    assert fake_bench == []
+
+
+def test_run(workbook, monkeypatch, tmp_path):
+    calls = []
+
+    def run_notebooks(names, **options):
+        options.pop("say")("running \x1b")
+        calls.append((names, options))
+        rows = [runner.NotebookRun("00_setup", "ok", 1.0)] if names is None else [runner.NotebookRun("02", "failed")]
+        return runner.RunSummary(Path("."), rows)
+
+    monkeypatch.setattr(runner, "run_notebooks", run_notebooks)
+    assert workbook("run") == (0, "running \\x1b\n", "")
+    assert workbook("run", "02", "a.ipynb", "-p", "k=4", "-p", "s=a=b", "--out", tmp_path, "--timeout", 60)[0] == 1
+    assert calls == [
+        (None, {"profile": "cpu", "parameters": {}, "out_dir": Path("runs/cpu"), "timeout_s": 900.0}),
+        (
+            ["02", "a.ipynb"],
+            {"profile": "cpu", "parameters": {"k": "4", "s": "a=b"}, "out_dir": tmp_path, "timeout_s": 60.0},
+        ),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["-p", "numprompts=4"], "unknown parameter 'numprompts'"),
+        (["-p", "num_prompts"], "'num_prompts'"),
+        (["-p", "num_prompts=four"], "'four'"),
+        (["--profile", "cray"], "profile 'cray' is unknown"),
+        (["--timeout", "0"], "timeout_s is 0"),
+    ],
+)
+def test_run_is_checked_before_it_starts(refuses, tmp_path, options, words):
+    import nbformat
+
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("num_prompts: int = 4")])
+    notebook.cells[0].metadata["tags"] = ["parameters"]
+    nbformat.write(notebook, tmp_path / "book.ipynb")
+    assert words in refuses("run", tmp_path / "book.ipynb", "--out", tmp_path / "runs", *options)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_report(workbook, refuses, monkeypatch, tmp_path):
+    assert "not a folder" in refuses("report", tmp_path / "missing")
+    assert "no executed notebooks" in refuses("report", tmp_path)
+    monkeypatch.setattr(runner, "write_report", lambda folder: Path(folder) / "report.html")
+    assert workbook("report", tmp_path) == (0, f"report: {tmp_path / 'report.html'}\n", "")
+
+
+# ---- the process ----------------------------------------------------------------------------------------------------
+
+
+def call_process(*words, **options):
+    command = [sys.executable, "-m", "tutorial_lib.cli", *words]
+    return subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=60, **options)
+
+
+def test_process_without_a_command_shows_help():
+    done = call_process()
+    assert done.returncode == 2 and "Usage: workbook" in done.stdout and done.stderr == ""
+    assert all(name in done.stdout for name in ("doctor", "fetch", "build", "generate", "bench", "run", "report"))
+
+
+def test_process_mistake_is_quick_and_loads_no_torch():
+    code = "import sys; sys.modules['torch'] = None; from tutorial_lib.cli import main; main()"
+    words = [sys.executable, "-c", code, "generate", "--prompt", "x", "--max-draft-len", "0"]
+    done = subprocess.run(words, cwd=REPO, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stdout == ""
+    assert (
+        done.stderr
+        == "error: max_draft_len is 0; needed: a whole number >= 1; do this: set max_draft_len to at least 1\n"
+    )
+
+
+def test_process_survives_a_closed_pipe():
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        command = [sys.executable, "-m", "tutorial_lib.cli", "--help"]
+        done = subprocess.run(command, cwd=REPO, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
+    finally:
+        os.close(write)
+    assert done.returncode == 1 and "Traceback" not in done.stderr and "Exception" not in done.stderr

@@ -1,0 +1,393 @@
+"""`workbook`: the commands, each a thin layer over the package.
+
+Results go to stdout, progress to stderr. A mistake that the user can mend is one line, `error: found; needed; do
+this`, and exit code 2; Ctrl-C ends with 130. Anything else that escapes is a defect of ours and keeps its traceback.
+Options are checked before a model is loaded. Text that a model wrote cannot steer the terminal: see `printable`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import unicodedata
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .errors import OptionError, PromptError, WorkbookError
+
+if TYPE_CHECKING:
+    from .config import DecodingBaseConfig
+    from .results import Generation
+
+app = typer.Typer(
+    name="workbook",
+    help="Speculative decoding as a workbook: build engines, run them with and without a drafter, measure, report.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+# The base of what typer raises for a wrong command line: click's own class, or typer's copy of it in newer releases.
+_CommandLineError: type[Any] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+
+JsonFile = Annotated[
+    str | None, typer.Option("--json", metavar="FILE", help="Also write a JSON document; - is stdout.")
+]
+ProfileName = Annotated[str, typer.Option(help="How much to run: cpu, replay.")]
+Dtype = Annotated[str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16, int8.")]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The console script. Always ends the process, with 0, 1 (it did not work out), 2 (a mistake) or 130 (Ctrl-C)."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its warnings would stand beside our one line
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    sys.exit(_run(argv))
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    try:
+        code = app(args=None if argv is None else list(argv), prog_name="workbook", standalone_mode=False)
+        sys.stdout.flush()
+        if code == 130:  # newer typer turns Ctrl-C into this exit code without a word
+            raise KeyboardInterrupt
+        return code if isinstance(code, int) else 0
+    except WorkbookError as error:
+        return _fail(str(error))
+    except _CommandLineError as error:
+        return _fail_on_command_line(error)
+    except (KeyboardInterrupt, typer.Abort):
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `workbook ... | head`: nobody reads on, and Python's own flush at exit would complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _fail(message: str) -> int:
+    print(f"error: {printable(' '.join(message.splitlines()))}", file=sys.stderr)
+    return 2
+
+
+def _fail_on_command_line(error: Any) -> int:
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else "workbook"
+    if context is not None and type(error).__name__ == "NoArgsIsHelpError":
+        print(context.get_help())
+        return 2
+    return _fail(f"{error.format_message().rstrip('.')}; do this: {command} --help")
+
+
+# ---- the machine and its models -------------------------------------------------------------------------------------
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine can do, and what to do about what it cannot. Exit code 1 if `make run` cannot work."""
+    from . import doctor as examiner
+
+    findings = examiner.diagnose()
+    print("workbook doctor: what this machine can do\n")
+    print(printable(examiner.report(findings)))
+    raise typer.Exit(examiner.exit_code(findings))
+
+
+@app.command()
+def fetch(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[MODEL]...", help="Default: embedded:target.")] = None,
+) -> None:
+    """Fetch models into the cache, so that later runs need no network. Sizes are said before any download."""
+    from .models import resolve
+
+    for name in names or ["embedded:target"]:
+        checkpoint = resolve(name, say=_say)
+        print(f"{name} is ready" + (f" in {checkpoint.folder}" if checkpoint.folder else ": it needs no files"))
+
+
+@app.command()
+def build(
+    checkpoint: Annotated[str, typer.Argument(help="A folder, a Hub id, embedded:target, embedded:draft, dummy:NAME.")],
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Default: in the cache, used again if there.")] = None,
+    dtype: Dtype = "auto",
+    max_batch_size: Annotated[int, typer.Option(help="Most requests at once.")] = 8,
+    max_seq_len: Annotated[
+        int | None, typer.Option(help="Longest prompt + output; default: 2048 or the model's.")
+    ] = None,
+    max_draft_len: Annotated[int, typer.Option(help="Most draft tokens per round.")] = 16,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an engine directory that is there.")] = False,
+) -> None:
+    """Compile a checkpoint into an engine directory."""
+    from . import api
+    from .engine_dir import MANIFEST
+
+    path = api.build(
+        checkpoint,
+        out,
+        dtype=dtype,
+        max_batch_size=max_batch_size,
+        max_seq_len=max_seq_len,
+        max_draft_len=max_draft_len,
+        overwrite=overwrite,
+        say=_say,
+    )
+    manifest = json.loads((path / MANIFEST).read_text("utf-8"))
+    size_mb = sum(entry["bytes"] for entry in manifest["files"].values()) / 1e6
+    seconds = manifest["build"].get("seconds", 0.0)
+    print(f"{path} ({manifest['dtype']}, {manifest['arch']}, {size_mb:.1f} MB, built in {seconds:.1f} s)")
+
+
+# ---- generate -------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="What to ask.")],
+    target: Annotated[str, typer.Option(help="A checkpoint or an engine directory.")] = "embedded:target",
+    drafter: Annotated[
+        str | None, typer.Option(help="A checkpoint or engine directory, or ngram. Without it: plain decoding.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most output tokens.")] = 64,
+    max_draft_len: Annotated[int, typer.Option(help="K, draft tokens per round.")] = 4,
+    temperature: Annotated[float | None, typer.Option(help="0 or left out: greedy.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this probability.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Keep this many of the likeliest tokens.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same text.")] = None,
+    backend: Annotated[str, typer.Option(help="torch, transformers, tensorrt_llm or vllm.")] = "torch",
+    dtype: Dtype = "auto",
+    json_file: JsonFile = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Send the prompt as it is, without the chat template.")] = False,
+) -> None:
+    """Answer a prompt, with or without a drafter. The text comes as it is made; the last line is a summary."""
+    from .config import SamplingParams
+
+    _check_prompt(prompt)
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    speculative = decoding_config(drafter, max_draft_len)
+    check_json_file(json_file)
+
+    from .api import LLM
+    from .bench import metrics
+
+    with LLM(target, backend=backend, speculative_config=speculative, dtype=dtype, say=_say) as llm:
+        inputs = prompt if raw else _with_chat_template(prompt, llm.tokenizer)
+        out = sys.stderr if json_file == "-" else sys.stdout
+        generation = stream_text(llm.generate_async(inputs, params, streaming=True), out)
+        figures = metrics.figures([generation], is_speculative=speculative is not None)
+        print(summary_line(generation, figures), file=out)
+        if json_file is not None:
+            write_json(json_file, _generation_document(prompt, generation, figures, llm.info, seed))
+
+
+def _check_prompt(prompt: str) -> None:
+    if not prompt.strip():
+        raise PromptError("the prompt is empty", "some text", 'write for example --prompt "What is a bird?"')
+    try:
+        prompt.encode("utf-8")
+    except UnicodeEncodeError:
+        raise PromptError("the prompt is not valid UTF-8", "UTF-8 text", "check the terminal's encoding") from None
+
+
+def decoding_config(drafter: str | None, max_draft_len: int) -> DecodingBaseConfig | None:
+    """What `--drafter` asks for: None for plain decoding, n-gram lookup, or a draft model. Checks K in any case."""
+    from .config import DecodingBaseConfig, DraftTargetDecodingConfig, NGramDecodingConfig
+
+    if drafter is None:
+        DecodingBaseConfig(max_draft_len=max_draft_len)  # refuses a K that makes no sense
+        return None
+    if not drafter.strip():
+        raise OptionError("--drafter is empty", "a checkpoint, an engine directory or ngram", "or leave it out")
+    if drafter == "ngram":
+        return NGramDecodingConfig(max_draft_len=max_draft_len)
+    return DraftTargetDecodingConfig(max_draft_len=max_draft_len, speculative_model_dir=drafter)
+
+
+def _with_chat_template(prompt: str, tokenizer: Any) -> list[int]:
+    from .bench.prompts import Prompt, render
+
+    return render(Prompt("cli", "chat", (prompt,)), tokenizer)
+
+
+def stream_text(generations: Iterable[Generation], out: Any) -> Generation:
+    """Print what is new in each generation-so-far; returns the last, complete one. Ends with a line break."""
+    shown, last = "", None
+    for last in generations:
+        print(printable(last.text[len(shown) :]), end="", flush=True, file=out)
+        shown = last.text
+    if last is None:
+        raise OptionError("the backend returned no generation", "one", "try --backend torch")
+    print(file=out)
+    return last
+
+
+def printable(text: str) -> str:
+    """`text` with every character that could steer a terminal (escape sequences, bidirectional overrides, lone
+    surrogates) written as its escape; line breaks and tabs stay."""
+    return "".join(char.encode("unicode_escape").decode() if _steers(char) else char for char in text)
+
+
+def _steers(char: str) -> bool:
+    if char in "\n\t":
+        return False
+    return unicodedata.category(char) in ("Cc", "Cs") or "\u202a" <= char <= "\u202e" or "\u2066" <= char <= "\u2069"
+
+
+def summary_line(generation: Generation, figures: dict[str, Any]) -> str:
+    """The last line of `workbook generate`. Every figure by its name; what does not apply says so."""
+    length, throughput = figures["acceptance_length"], figures["output_tok_s"]
+    parts = [
+        f"summary: {figures['output_tokens']} output tokens",
+        f"output throughput {throughput:.1f} tokens/s" if throughput is not None else "output throughput unknown",
+        f"acceptance length {length:.2f}" if length is not None else "acceptance length: none, no drafts",
+        f"TTFT {figures['ttft_s']:.3f} s",
+        f"ended by {'its limit' if generation.finish_reason == 'length' else generation.finish_reason}",
+    ]
+    return " | ".join(parts)
+
+
+def _generation_document(
+    prompt: str, generation: Generation, figures: dict[str, Any], info: dict[str, Any], seed: int | None
+) -> dict[str, Any]:
+    from .bench.metrics import DEFINITIONS
+    from .results import provenance
+
+    return {
+        "kind": "generation",
+        "prompt": prompt,
+        **generation.to_dict(),
+        "figures": figures,
+        "definitions": {name: DEFINITIONS[name] for name in figures if name in DEFINITIONS},
+        "engine": info,
+        "provenance": provenance(_command(), seed),
+    }
+
+
+# ---- bench, run, report ---------------------------------------------------------------------------------------------
+
+
+@app.command()
+def bench(
+    profile: ProfileName = "cpu",
+    json_file: JsonFile = None,
+    prompts: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Spec-Bench JSON lines; default: bundled.")
+    ] = None,
+    repeats: Annotated[int | None, typer.Option(help="Timed repeats; default: the profile's.")] = None,
+    max_draft_len: Annotated[int | None, typer.Option(help="K; default: the profile's.")] = None,
+    methods: Annotated[str | None, typer.Option(help="Comma-separated, for example plain,draft_target,ngram.")] = None,
+) -> None:
+    """Measure plain and speculative decoding side by side."""
+    from . import config
+
+    config.profile(profile)
+    options: dict[str, Any] = {}
+    if repeats is not None:
+        options["repeats"] = _at_least_one("--repeats", repeats)
+    if max_draft_len is not None:
+        options["max_draft_len"] = _at_least_one("--max-draft-len", max_draft_len)
+    if methods is not None:
+        options["methods"] = [name.strip() for name in methods.split(",")]
+    check_json_file(json_file)
+    if prompts is not None:
+        from .bench.prompts import load_prompts
+
+        options["prompts"] = load_prompts(prompts)
+    from .bench import measure
+
+    document = measure.bench(profile, **options, say=_say)
+    out = sys.stderr if json_file == "-" else sys.stdout
+    for name, value in document["summary"].items():
+        print(f"{name:<26}  {_shown(value)}", file=out)
+    if json_file is not None:
+        write_json(json_file, document)
+
+
+@app.command()
+def run(
+    notebooks: Annotated[
+        list[str] | None, typer.Argument(metavar="[NOTEBOOK]...", help="Path, name or number; default: all.")
+    ] = None,
+    profile: ProfileName = "cpu",
+    parameter: Annotated[
+        list[str] | None, typer.Option("-p", "--parameter", metavar="NAME=VALUE", help="Of a notebook; repeatable.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Default: runs/PROFILE.")] = None,
+    timeout: Annotated[float | None, typer.Option(metavar="S", help="Seconds that each notebook may take.")] = None,
+) -> None:
+    """Execute notebooks as a batch and write one offline HTML report. Exit code 1 if any failed."""
+    from . import runner
+
+    summary = runner.run_notebooks(
+        notebooks or None,
+        profile=profile,
+        parameters=runner.parse_parameters(parameter or ()),
+        out_dir=out if out is not None else Path("runs") / profile,
+        timeout_s=runner.NOTEBOOK_TIMEOUT_S if timeout is None else timeout,
+        say=lambda text: print(printable(text), flush=True),
+    )
+    raise typer.Exit(summary.exit_code)
+
+
+@app.command()
+def report(
+    runs_dir: Annotated[Path, typer.Argument(metavar="RUNS_DIR", help="A folder that `workbook run` wrote.")],
+) -> None:
+    """Write the HTML report of a finished run again."""
+    from . import runner
+
+    if not runs_dir.is_dir():
+        raise OptionError(f"{runs_dir} is not a folder", "one that `workbook run` wrote", "correct the path")
+    print(f"report: {runner.write_report(runs_dir)}")
+
+
+# ---- small things ---------------------------------------------------------------------------------------------------
+
+
+def check_json_file(name: str | None) -> None:
+    """Refuse, before any work, a `--json` that could not be written afterwards."""
+    if name is None or name == "-":
+        return
+    path = Path(name)
+    if not path.parent.is_dir():
+        raise OptionError(f"--json {name}: there is no folder {path.parent}", "a folder that exists", "make it first")
+    if path.exists() and not path.is_file():
+        raise OptionError(f"--json {name} is not a file", "a file name", "choose another, or - for stdout")
+    if not os.access(path.parent, os.W_OK):
+        raise OptionError(f"--json {name}: {path.parent} cannot be written", "a folder you may write to", "choose one")
+
+
+def write_json(name: str, document: dict[str, Any]) -> None:
+    """Write `document` whole or not at all; "-" is stdout."""
+    if name == "-":
+        print(json.dumps(document, ensure_ascii=False, allow_nan=False))
+        return
+    from .results import write_record
+
+    write_record(Path(name), document, append=False)
+
+
+def _at_least_one(option: str, value: int) -> int:
+    if value < 1:
+        raise OptionError(f"{option} is {value}", "a whole number >= 1", f"set {option} to at least 1")
+    return value
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else "-" if value is None else str(value)
+
+
+def _command() -> str:
+    return shlex.join(["workbook", *sys.argv[1:]])
+
+
+def _say(line: str) -> None:
+    print(printable(line), file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
