@@ -38,7 +38,7 @@ POSTS: tuple[PostRow, ...] = (
     PostRow("Llama 3.1 405B", "4x H200", "Llama 3.2 1B", 111.34, 3.33, "stated", POST_31),
     PostRow(
         "Llama 3.1 405B", "4x H200", "Llama 3.2 3B", 120.75, 3.61, "second-hand", POST_31,
-        "its title says: up to 3.6x",
+        "the post's title says: up to 3.6x",
     ),
     PostRow("Llama 3.1 70B", "1x H200", None, 51.14, 1.0, "stated", POST_31),
     PostRow("Llama 3.1 70B", "1x H200", "Llama 3.2 1B", 146.05, 2.86, "stated", POST_31),
