@@ -339,10 +339,10 @@ def fake_bench(monkeypatch):
 
     class Measure:
         @staticmethod
-        def bench(profile, **options):
-            options.pop("say")("measuring")
-            calls.append((profile, options))
-            return {"runs": [{"kind": "run"}], "summary": {"plain_tok_s": 20.5, "identical_text": True, "x": None}}
+        def bench(profile, *, command, say, **options):
+            say("plain 20.5 output tokens/s")
+            calls.append((profile, command, options))
+            return {"runs": [{"kind": "run"}], "summary": {"plain_tok_s": 20.5}}
 
     import tutorial_lib.bench
 
@@ -351,27 +351,25 @@ def fake_bench(monkeypatch):
     return calls
 
 
-def test_bench(workbook, fake_bench, tmp_path):
+def test_bench(workbook, fake_bench, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/home/me/workbook", "bench", "--profile", "cpu"])
     code, out, err = workbook("bench", "--profile", "cpu", "--json", tmp_path / "out.json")
-    assert code == 0 and fake_bench == [("cpu", {})] and err == "measuring\n"
-    assert [line.split() for line in out.splitlines()] == [
-        ["plain_tok_s", "20.50"],
-        ["identical_text", "True"],
-        ["x", "-"],
-    ]
+    assert fake_bench == [(config.PROFILES["cpu"], "workbook bench --profile cpu", {})]
+    assert (code, out, err) == (0, "plain 20.5 output tokens/s\n", "")
     assert json.loads((tmp_path / "out.json").read_text())["runs"] == [{"kind": "run"}]
 
 
 def test_bench_options(workbook, fake_bench, tmp_path):
     own = tmp_path / "own.jsonl"
     own.write_text('{"question_id": 1, "category": "chat", "turns": ["Hi"]}\n')
-    code, out, _ = workbook(
-        *["bench", "--prompts", own, "--repeats", 5, "--max-draft-len", 2, "--methods", "plain,ngram", "--json", "-"]
+    code, out, err = workbook(
+        *["bench", "--prompts", own, "--repeats", 5, "--max-draft-len", 2, "--methods", "plain, ngram", "--json", "-"]
     )
-    ((_, options),) = fake_bench
-    assert code == 0 and json.loads(out)["summary"]["plain_tok_s"] == 20.5
-    assert options["repeats"] == 5 and options["max_draft_len"] == 2 and options["methods"] == ["plain", "ngram"]
-    assert options["prompts"][0].turns == ("Hi",)
+    ((profile, _, options),) = fake_bench
+    assert code == 0 and json.loads(out)["summary"] == {"plain_tok_s": 20.5} and "plain 20.5" in err
+    assert profile.max_draft_len == 2 and config.PROFILES["cpu"].max_draft_len == 4
+    assert options["repeats"] == 5 and options["methods"] == ["plain", "ngram"]
+    assert options["prompts"][0].turns == ("Hi",) and options["prompt_set"] == "own"
 
 
 @pytest.mark.parametrize(

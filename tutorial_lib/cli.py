@@ -13,6 +13,7 @@ import shlex
 import sys
 import unicodedata
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -284,25 +285,23 @@ def bench(
     """Measure plain and speculative decoding side by side."""
     from . import config
 
-    config.profile(profile)
+    chosen = config.profile(profile)
     options: dict[str, Any] = {}
+    if max_draft_len is not None:
+        chosen = replace(chosen, max_draft_len=_at_least_one("--max-draft-len", max_draft_len))
     if repeats is not None:
         options["repeats"] = _at_least_one("--repeats", repeats)
-    if max_draft_len is not None:
-        options["max_draft_len"] = _at_least_one("--max-draft-len", max_draft_len)
     if methods is not None:
         options["methods"] = [name.strip() for name in methods.split(",")]
     check_json_file(json_file)
     if prompts is not None:
         from .bench.prompts import load_prompts
 
-        options["prompts"] = load_prompts(prompts)
+        options |= {"prompts": load_prompts(prompts), "prompt_set": prompts.stem}
     from .bench import measure
 
-    document = measure.bench(profile, **options, say=_say)
     out = sys.stderr if json_file == "-" else sys.stdout
-    for name, value in document["summary"].items():
-        print(f"{name:<26}  {_shown(value)}", file=out)
+    document = measure.bench(chosen, **options, command=_command(), say=lambda line: _say(line, out))
     if json_file is not None:
         write_json(json_file, document)
 
@@ -328,7 +327,7 @@ def run(
         parameters=runner.parse_parameters(parameter or ()),
         out_dir=out if out is not None else Path("runs") / profile,
         timeout_s=runner.NOTEBOOK_TIMEOUT_S if timeout is None else timeout,
-        say=lambda text: print(printable(text), flush=True),
+        say=lambda line: _say(line, sys.stdout),
     )
     raise typer.Exit(summary.exit_code)
 
@@ -377,16 +376,12 @@ def _at_least_one(option: str, value: int) -> int:
     return value
 
 
-def _shown(value: Any) -> str:
-    return f"{value:.2f}" if isinstance(value, float) else "-" if value is None else str(value)
-
-
 def _command() -> str:
     return shlex.join(["workbook", *sys.argv[1:]])
 
 
-def _say(line: str) -> None:
-    print(printable(line), file=sys.stderr, flush=True)
+def _say(line: str, out: Any = None) -> None:
+    print(printable(line), file=sys.stderr if out is None else out, flush=True)
 
 
 if __name__ == "__main__":
