@@ -187,11 +187,14 @@ class MedusaDecodingConfig(DecodingBaseConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class EagleDecodingConfig(DecodingBaseConfig):
-    """EAGLE heads; TensorRT-LLM 1.2 reads this as EAGLE-3 (Li et al. 2025, arXiv 2503.01840)."""
+    """EAGLE heads; TensorRT-LLM 1.2 reads this as EAGLE-3 (Li et al. 2025, arXiv 2503.01840). `eagle_choices` and
+    `num_eagle_layers` shape the tree of EAGLE-1/2 in its engine flow; EAGLE-3 drafts a chain."""
 
     decoding_type: ClassVar[str] = "Eagle"
     speculative_model_dir: str | Path | None = None
     eagle3_one_model: bool = True
+    eagle_choices: Sequence[Sequence[int]] | None = None
+    num_eagle_layers: int | None = None
 
 
 SpeculativeConfig = DecodingBaseConfig
@@ -216,6 +219,18 @@ class Profile:
 
 PROFILES: dict[str, Profile] = {
     "cpu": Profile("cpu", "torch", "embedded:target", "embedded:draft", "float32", 4, 64, 1, 3),
+    "tensorrt_llm": Profile(
+        "tensorrt_llm",
+        "tensorrt_llm",
+        "meta-llama/Llama-3.3-70B-Instruct",
+        "meta-llama/Llama-3.2-1B-Instruct",
+        "auto",
+        10,
+        256,
+        1,
+        3,
+        extra={"experiment": "llama-3.3-70b"},
+    ),
     "replay": Profile("replay", "torch", "embedded:target", "embedded:draft", "float32", 4, 64, 1, 3, is_replay=True),
 }
 
