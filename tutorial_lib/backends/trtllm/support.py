@@ -1,0 +1,217 @@
+"""Which release of TensorRT-LLM can do which drafting method in which flow: data, and the refusal that names it.
+
+A flow is one way to run a model. `engine` is the posts' own: command lines that quantize, build TensorRT engines and
+run `examples/run.py`. `engine_api` is the same engines behind `tensorrt_llm._tensorrt_engine.LLM` (1.0 to 1.2).
+`pytorch` is `tensorrt_llm.LLM` from 1.0 on, without engines. The engine flow was removed after 1.2.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ...config import (
+    DecodingBaseConfig,
+    DraftTargetDecodingConfig,
+    EagleDecodingConfig,
+    LookaheadDecodingConfig,
+    MedusaDecodingConfig,
+    NGramDecodingConfig,
+)
+from ...errors import OptionError
+
+METHODS = {
+    "plain": "no drafter",
+    "draft_target": "a smaller draft model",
+    "eagle3": "EAGLE-3",
+    "eagle": "EAGLE-1/2",
+    "medusa": "Medusa",
+    "lookahead": "lookahead",
+    "ngram": "n-gram / prompt lookup",
+    "mtp": "MTP",
+}
+FLOWS = {
+    "pytorch": "PyTorch flow: tensorrt_llm.LLM",
+    "engine_api": "engine flow, LLM API: tensorrt_llm._tensorrt_engine.LLM",
+    "engine": "engine flow, command line: trtllm-build and examples/run.py",
+}
+OLDEST = (0, 14)
+NEWER_METHODS = ("PARD", "DFlash", "suffix automaton")  # later than 1.2; the workbook's own torch engine has such
+
+
+class Version(NamedTuple):
+    """A release: compared by its first two numbers, shown as it was written."""
+
+    major: int
+    minor: int
+    text: str
+
+    @property
+    def release(self) -> tuple[int, int]:
+        return self.major, self.minor
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class Support:
+    """`first` to `last` release (inclusive; last None: still there) that has a method in a flow, and what to know."""
+
+    first: tuple[int, int]
+    last: tuple[int, int] | None = None
+    note: str = ""
+
+    def covers(self, version: Version) -> bool:
+        return version.release >= self.first and (self.last is None or version.release <= self.last)
+
+    def __str__(self) -> str:
+        first = ".".join(map(str, self.first))
+        return f"{first} on" if self.last is None else f"{first} to {'.'.join(map(str, self.last))}"
+
+
+_ENGINE_LAST = (1, 2)
+SUPPORT: dict[str, dict[str, Support]] = {
+    "pytorch": {
+        "plain": Support((1, 0)),
+        "draft_target": Support((1, 0), note="without the overlap scheduler"),
+        "eagle3": Support((1, 0), note="one model (default) or two"),
+        "ngram": Support((1, 0), note="without the overlap scheduler"),
+        "mtp": Support((1, 0), note="checkpoints with MTP layers (DeepSeek)"),
+    },
+    "engine_api": {
+        "plain": Support((1, 0), _ENGINE_LAST),
+        "eagle": Support((1, 0), _ENGINE_LAST),
+        "medusa": Support((1, 0), _ENGINE_LAST),
+        "lookahead": Support((1, 0), _ENGINE_LAST),
+    },
+    "engine": {
+        "plain": Support((0, 14), _ENGINE_LAST),
+        "draft_target": Support((0, 14), _ENGINE_LAST, "draft_tokens_external and run.py"),
+        "eagle": Support((0, 15), _ENGINE_LAST, "0.15: EAGLE-1"),
+        "medusa": Support((0, 14), _ENGINE_LAST),
+        "lookahead": Support((0, 14), _ENGINE_LAST),
+        "ngram": Support((0, 15), _ENGINE_LAST, "0.15: --prompt_lookup_config; 1.x: --ngram_config"),
+    },
+}
+_WHY_NOT = {
+    ("draft_target", "engine_api"): "its DraftTargetDecodingConfig is for the PyTorch flow only",
+    ("eagle", "pytorch"): "an EagleDecodingConfig is read as EAGLE-3 there",
+    ("eagle3", "engine_api"): "the engine flow stopped at EAGLE-2",
+    ("eagle3", "engine"): "the engine flow stopped at EAGLE-2",
+    ("medusa", "pytorch"): "Medusa was not ported to the PyTorch flow",
+    ("lookahead", "pytorch"): "lookahead was not ported to the PyTorch flow",
+    ("ngram", "engine_api"): "its NGramDecodingConfig is for the PyTorch flow only",
+    ("mtp", "engine_api"): "MTP came with the PyTorch flow",
+    ("mtp", "engine"): "MTP came with the PyTorch flow",
+}
+
+
+def parse_version(text: str) -> Version:
+    """`"1.2.1"`, `"0.15.0"`, `"1.3.0rc13"` as a `Version`; `OptionError` for anything else or older than 0.14."""
+    match = re.fullmatch(r"v?(\d+)\.(\d+)(?:[.\w+-]*)", text.strip())
+    if match is None:
+        raise OptionError(f"TensorRT-LLM version {text!r} is not a version", "such as 0.15.0 or 1.2.1")
+    version = Version(int(match[1]), int(match[2]), text.strip().removeprefix("v"))
+    if version.release < OLDEST:
+        raise OptionError(f"TensorRT-LLM {version} is too old", "0.14 or newer", "take 0.15.0 for the posts' flow")
+    return version
+
+
+def is_supported(method: str, version: Version, flow: str) -> bool:
+    entry = SUPPORT[flow].get(method)
+    return entry is not None and entry.covers(version)
+
+
+def choose_flow(version: Version, method: str, flow: str | None = None) -> str:
+    """The flow that runs `method` on `version`: the one asked for, else the first of `FLOWS` that can.
+
+    Raises `OptionError` that says why not, where the method can be had, and what this release can.
+    """
+    _known(method, METHODS, "method")
+    if flow is not None:
+        _known(flow, FLOWS, "flow")
+        if not is_supported(method, version, flow):
+            raise _refusal(method, version, flow)
+        return flow
+    for candidate in FLOWS:
+        if is_supported(method, version, candidate):
+            return candidate
+    raise _refusal(method, version, None)
+
+
+def method_of(config: DecodingBaseConfig | None, flow: str | None = None) -> str:
+    """The method that a configuration asks for. `EagleDecodingConfig` is EAGLE-3 except in the engine flows."""
+    if config is None:
+        return "plain"
+    if isinstance(config, EagleDecodingConfig):
+        return "eagle" if flow in ("engine", "engine_api") else "eagle3"
+    names = {
+        DraftTargetDecodingConfig: "draft_target",
+        NGramDecodingConfig: "ngram",
+        LookaheadDecodingConfig: "lookahead",
+        MedusaDecodingConfig: "medusa",
+    }
+    for kind, name in names.items():
+        if isinstance(config, kind):
+            return name
+    raise OptionError(
+        f"{type(config).__name__} has no counterpart in TensorRT-LLM",
+        f"one of {', '.join(kind.__name__ for kind in (*names, EagleDecodingConfig))}",
+        "use the torch backend for it",
+    )
+
+
+def support_rows(version: Version | None = None) -> list[dict[str, str]]:
+    """One row per method: what each flow has of it, over all releases or in `version`."""
+    rows = []
+    for method, title in METHODS.items():
+        row = {"method": title}
+        for flow in FLOWS:
+            entry = SUPPORT[flow].get(method)
+            if entry is None or (version is not None and not entry.covers(version)):
+                row[flow] = "no"
+            else:
+                row[flow] = "yes" if version is not None else f"{entry}"
+                row[flow] += f" ({entry.note})" if entry.note else ""
+        rows.append(row)
+    return rows
+
+
+def format_support(version: Version | None = None) -> str:
+    """The table of `support_rows` as text, for a terminal."""
+    rows = support_rows(version)
+    columns = ["method", *FLOWS]
+    widths = {c: max(len(c), *(len(row[c]) for row in rows)) for c in columns}
+    lines = ["  ".join(c.ljust(widths[c]) for c in columns), "  ".join("-" * widths[c] for c in columns)]
+    lines += ["  ".join(row[c].ljust(widths[c]) for c in columns) for row in rows]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def what_it_can(version: Version) -> str:
+    """The table for one release in one line."""
+    parts = []
+    for flow in FLOWS:
+        can = [method for method in METHODS if is_supported(method, version, flow)]
+        if can:
+            parts.append(f"{flow}: {', '.join(can)}")
+    return "; ".join(parts) or "nothing"
+
+
+def _refusal(method: str, version: Version, flow: str | None) -> OptionError:
+    where = f" in flow {flow!r}" if flow else ""
+    why = _WHY_NOT.get((method, flow or ""), "")
+    if flow and not why and SUPPORT[flow].get(method):
+        why = f"this flow has it in {SUPPORT[flow][method]}"
+    can = [f"{f} ({SUPPORT[f][method]})" for f in FLOWS if method in SUPPORT[f]]
+    return OptionError(
+        f"TensorRT-LLM {version} cannot run {METHODS[method]} ({method}){where}" + (f": {why}" if why else ""),
+        f"a flow and release that has it: {' or '.join(can)}",
+        f"choose one of these, or what {version} can: {what_it_can(version)}",
+    )
+
+
+def _known(name: str, table: dict[str, str], what: str) -> None:
+    if name not in table:
+        raise OptionError(f"{what} {name!r} is unknown", f"one of {', '.join(table)}")
