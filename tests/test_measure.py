@@ -67,6 +67,7 @@ class FakeLLM:
     draft_s: float = 0.010
     overhead_s: float = 0.001
     accepts: Callable[[int, int, int], int] = lambda length, call, number: 2
+    drafts: Callable[[int], bool] = lambda number: True
     compile_s: float = 0.0
     calibrated_verify_s: float | None = None
     wrong_from: int | None = None
@@ -107,12 +108,12 @@ class FakeLLM:
         self.clock.work(0.001 * len(ids))
         ttft, rounds, done = self.clock() - start, [], 1
         while done < params.max_tokens:
-            budget = min(self.max_draft_len, params.max_tokens - done - 1)
+            budget = min(self.max_draft_len, params.max_tokens - done - 1) if self.drafts(len(rounds)) else 0
             accepted = min(self.accepts(len(ids), call, len(rounds)), budget) if self.max_draft_len else 0
             began = self.clock()
-            self.clock.work(self.draft_s if self.max_draft_len else 0)
+            self.clock.work(self.draft_s if budget else 0)
             drafted = self.clock()
-            self.clock.work(self.verify_s if self.max_draft_len else self.plain_step_s)
+            self.clock.work(self.verify_s if budget else self.plain_step_s)
             verified = self.clock()
             self.clock.work(self.overhead_s)
             emitted = tuple(tokens[done : done + accepted + 1])
@@ -289,6 +290,8 @@ def test_drafter_that_remembers_earlier_repeats_is_left_out():
     record = measure(remembers, PROMPTS[:2], PARAMS, method="ngram", clock=clock)
     for name in ("output_tok_s", "acceptance_length", "rounds", "accepted"):
         assert record["figures"][name] == pytest.approx(forgets["figures"][name])
+        for category, figures in record["by_category"].items():
+            assert figures[name] == pytest.approx(forgets["by_category"][category][name])
     assert [f["is_warm"] for f in record["repeat_figures"]] == [False, True, True]
     assert record["repeat_figures"][1]["acceptance_length"] > record["figures"]["acceptance_length"]
     assert "repeats 2, 3 were warm" in record["notes"][0] and forgets["notes"] == []
@@ -324,6 +327,7 @@ def test_batches():
     record = measure(llm, PROMPTS, PARAMS, method="plain", batch_size=2, clock=clock)
     timed = [inputs for inputs, params in llm.calls if not params.ignore_eos and len(inputs) > 1]
     assert [len(inputs) for inputs in timed] == [2, 2] * 3
+    assert {len(inputs) for inputs, params in llm.calls if params.ignore_eos} == {2}
     assert record["batch_size"] == 2 and record["figures"]["requests"] == 5
     longest = 200 / sum(f["wall_s"] for f in record["repeat_figures"][:1])
     assert record["figures"]["output_tok_s"] == pytest.approx(longest)
@@ -355,7 +359,7 @@ def a_bench(clock=None, said=None, methods=("plain", "draft_target", "ngram"), p
     made = {
         "plain": FakeLLM(clock, "plain"),
         "draft_target": FakeLLM(clock, "draft_target", 4, **options),
-        "ngram": FakeLLM(clock, "ngram", 4, draft_s=0.0, accepts=lambda length, call, number: 1),
+        "ngram": FakeLLM(clock, "ngram", 4, draft_s=0.0, accepts=lambda *_: 1, drafts=lambda number: number % 3 == 0),
         "transformers": FakeLLM(clock, "plain", plain_step_s=0.055),
     }
     profile = replace(PROFILES["cpu"], max_tokens=40)
