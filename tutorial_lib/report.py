@@ -21,6 +21,7 @@ SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.html"
 _PLOTLY_MIME = "application/vnd.plotly.v1+json"
 _WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
+_ERROR_MARKER = "papermill-error-cell-tag"  # papermill's own notices; the page has its banner
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; style-src 'unsafe-inline'; "
     "img-src data: blob:; font-src data:; media-src data:"
@@ -69,6 +70,7 @@ def _read_summary(out: Path) -> dict[str, Any]:
 
 def notebook_body(notebook: NotebookNode) -> str:
     """The cells as an HTML fragment without any reference to the outside."""
+    notebook.cells = [cell for cell in notebook.cells if _ERROR_MARKER not in cell.metadata.get("tags", [])]
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
             if "data" in output:
@@ -226,7 +228,7 @@ code { font-family: ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace
 .output_stderr { background: #fff4ec; }
 .output_error { background: #fdeeee; }
 .rendered_html img { max-width: 100%; }
-math[display="block"] { margin: .8rem 0; font-size: 1.1em; overflow-x: auto; }
+math[display="block"] { margin: .8rem 0; font-size: 1.1em; }
 .ansi-red-fg, .ansi-red-intense-fg { color: #a8330a; } .ansi-green-fg, .ansi-green-intense-fg { color: #00704f; }
 .ansi-cyan-fg, .ansi-cyan-intense-fg, .ansi-blue-fg { color: #0059a0; } .ansi-yellow-fg { color: #7a5200; }
 .ansi-bold { font-weight: 600; }

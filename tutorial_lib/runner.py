@@ -349,13 +349,14 @@ def _run_one(notebook: Path, target: Path, values: dict[str, Any], timeout_s: fl
 
     start = time.monotonic()
     groups: list[int] = []
-    current = {"cell": 0}
+    ran: list[int] = []  # indices of code cells: the last is the one that runs, or where it ended
 
     def seconds_left(cell: Any) -> int:  # nbclient asks at the start of each cell how long it may take
         return max(1, round(start + timeout_s - time.monotonic()))
 
     def cell_starts(cell: Any, cell_index: int) -> None:
-        current["cell"] = cell_index
+        if cell.cell_type == "code" and cell.source.strip():
+            ran.append(cell_index)
 
     status, reason = "failed", ""
     try:
@@ -375,22 +376,27 @@ def _run_one(notebook: Path, target: Path, values: dict[str, Any], timeout_s: fl
             )
         skipped = [index for index, cell in enumerate(executed.cells) if _never_ran(cell)]
         if skipped:
-            reason = f"stopped early: cell {skipped[0]} and later ones did not run (sys.exit in a cell?)"
+            reason = f"stopped early: cells after {_place(ran)} did not run (sys.exit in a cell?)"
         else:
             status = "ok"
     except KeyboardInterrupt:
-        status, reason = "interrupted", f"in cell {current['cell']}"
+        status, reason = "interrupted", f"at {_place(ran)}"
     except PapermillExecutionError as error:
-        reason = f"{error.ename}: {error.evalue} (cell {current['cell']})"
+        reason = f"{error.ename}: {error.evalue} (at {_place(ran)})"
     except DeadKernelError:
-        reason = f"kernel died (cell {current['cell']})"
+        reason = f"kernel died at {_place(ran)}"
     except CellTimeoutError:
-        reason = f"time box of {timeout_s:.0f} s used up (cell {current['cell']})"
+        reason = f"time box of {timeout_s:.0f} s used up at {_place(ran)}"
     except Exception as error:  # noqa: BLE001 - whatever else befalls one notebook, the others still run
         reason = f"did not run: {type(error).__name__}: {error}"
     finally:
         _remove_groups(groups)
     return NotebookRun(notebook.stem, status, round(time.monotonic() - start, 1), " ".join(reason.split())[:400])
+
+
+def _place(ran: Sequence[int]) -> str:
+    """The cell as its number in the executed copy, `In [3]`, where the injected parameters count too."""
+    return f"In [{len(ran)}]" if ran else "the start"
 
 
 def _never_ran(cell: Any) -> bool:
@@ -404,6 +410,8 @@ def _tracking_kernel_manager(groups: list[int]) -> type:
 
     class TrackingKernelManager(AsyncKernelManager):
         async def start_kernel(self, **kwargs: Any) -> None:  # type: ignore[override]
+            if self.has_trait("transport_encryption"):  # jupyter_client 8.9 on; without it ipykernel 7 warns
+                self.set_trait("transport_encryption", "auto")
             await super().start_kernel(**kwargs)
             pgid = getattr(self.provisioner, "pgid", None)
             if pgid and pgid != os.getpgid(0):
