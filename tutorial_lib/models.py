@@ -275,7 +275,7 @@ def _hub_folder(name: str, say: Say) -> Path:
             total = embedded.in_mb(sum(wanted.values()))
             say(f"fetching {name} from the Hub: {embedded.in_mb(missing)} of {total} into {constants.HF_HUB_CACHE}")
             embedded.need_space(Path(constants.HF_HUB_CACHE), missing)
-        return Path(snapshot_download(name, revision=info.sha, allow_patterns=list(wanted)))
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_LEAVE))
     except GatedRepoError as error:
         raise ModelError(
             f"{name} is gated and this account has no access to it",
@@ -308,11 +308,13 @@ def _cached_hub_folder(name: str, reason: str, say: Say) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        folder = Path(snapshot_download(name, local_files_only=True))
+        folder = Path(
+            snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_LEAVE, local_files_only=True)
+        )
     except OSError as error:
         raise ModelError(
-            f"{name} is not a folder here, and {reason}",
-            "the model in the Hub's cache, or a network",
+            f"{name} is neither a folder here nor complete in the Hub's cache, and {reason}",
+            "all its files in one of them, or a network",
             "connect and try again, or give a folder; embedded:target needs no Hub",
         ) from error
     say(f"{reason}: using the copy of {name} in the Hub's cache")

@@ -27,7 +27,7 @@ def head_dim(config: dict[str, Any]) -> int:
 
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Hugging Face name -> shape of every tensor, in the order of the forward pass; tied models have no lm_head.weight."""
+    """Hugging Face name -> shape of every tensor, in the order of the forward pass; none for a tied lm_head."""
     width, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     size = head_dim(config)
     queries = config["num_attention_heads"] * size
