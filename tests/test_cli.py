@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -470,3 +471,29 @@ def test_process_survives_a_closed_pipe():
     finally:
         os.close(write)
     assert done.returncode == 1 and "Traceback" not in done.stderr and "Exception" not in done.stderr
+
+
+SLOW = """
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from tutorial_lib import models
+from tutorial_lib.cli import main
+
+def resolve(name, say):
+    print("started", flush=True)
+    time.sleep(60)
+
+models.resolve = resolve
+main(["fetch"])
+"""
+
+
+def test_process_ends_with_130_on_ctrl_c():
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW], cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    with process:
+        assert process.stdout.readline() == "started\n"
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 130 and err == "\ninterrupted\n"

@@ -159,7 +159,7 @@ def generate(
     top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this probability.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Keep this many of the likeliest tokens.")] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same text.")] = None,
-    backend: Annotated[str, typer.Option(help="torch, transformers, tensorrt_llm or vllm.")] = "torch",
+    backend: Annotated[str, typer.Option(help="torch, transformers or tensorrt_llm.")] = "torch",
     dtype: Dtype = "auto",
     json_file: JsonFile = None,
     raw: Annotated[bool, typer.Option("--raw", help="Send the prompt as it is, without the chat template.")] = False,
