@@ -22,6 +22,9 @@ from typing import Any
 import plotly.graph_objects as go
 import plotly.io as pio
 from plotly.io._base_renderers import MimetypeRenderer
+from plotly.subplots import make_subplots
+
+from ..bench.published import PostRow
 
 Record = Mapping[str, Any]
 
@@ -147,8 +150,9 @@ def figure_of(run: Record, name: str) -> float | None:
 
 
 def baseline_of(run: Record, runs: Sequence[Record]) -> Record | None:
-    """The fastest plain run that `run` may be compared with: same engine, models, number format, device, batch."""
-    same = ("backend", "target", "dtype", "device", "batch_size")
+    """The fastest plain run that `run` may be compared with: same engine, model, number format, device, batch size,
+    sampling and prompts."""
+    same = ("backend", "target", "dtype", "device", "batch_size", "sampling", "prompt_set")
     plain = [r for r in runs if r["method"] == "plain" and all(r[key] == run[key] for key in same)]
     timed = [r for r in plain if figure_of(r, "output_tok_s") is not None]
     return max(timed, key=lambda r: r["figures"]["output_tok_s"], default=None)
@@ -182,13 +186,15 @@ def machine_of(runs: Sequence[Record]) -> str:
 
 
 def label_of(run: Record, runs: Sequence[Record]) -> str:
-    """The method's name, with backend, K or number format only where they tell two of `runs` apart."""
+    """The method's name, with K, backend, number format or prompts only where they tell two of `runs` apart."""
     parts = [method_style(run["method"]).label]
     if len({r["max_draft_len"] for r in runs if r["method"] == run["method"]}) > 1:
         parts.append(f"K = {run['max_draft_len']}")
     for key in ("backend", "dtype", "target", "batch_size"):
         if len({r[key] for r in runs}) > 1:
             parts.append(f"batch {run[key]}" if key == "batch_size" else str(run[key]))
+    if len({r["prompt_set"]["sha256"] for r in runs}) > 1:
+        parts.append(f"{run['prompt_set']['count']} prompts")
     return html.escape(", ".join(parts), quote=False)
 
 
@@ -204,7 +210,7 @@ def _workload(runs: Sequence[Record]) -> str:
         f"batch {'/'.join(str(b) for b in sorted({r['batch_size'] for r in runs}))}",
         f"K = {', '.join(str(k) for k in lens)}" if lens else "",
         f"temperature {temperature:g}" if temperature else "greedy",
-        f"{first['prompt_set']['count']} prompts" if first.get("prompt_set") else "",
+        " or ".join(f"{n} prompts" for n in dict.fromkeys(r["prompt_set"]["count"] for r in runs)),
         f"≤ {sampling['max_tokens']} tokens each" if sampling.get("max_tokens") else "",
     ]
     return html.escape(" · ".join(p for p in parts if p), quote=False) + "<br>measured on " + machine_of(runs)
@@ -627,4 +633,63 @@ def plot_predicted_speedup(points: Sequence[Mapping[str, Any]], runs: Sequence[R
     lowest = min((min(x, y) for x, y, _ in known), default=0.0)
     figure.update_xaxes(range=[max(0.0, lowest - 0.3), ends[1]])
     figure.update_yaxes(range=[max(0.0, lowest - 0.3), ends[1]])
+    return figure
+
+
+# --- beside what others published ---------------------------------------------------------------------------------
+
+
+def plot_published_beside_measured(runs: Sequence[Record], published: Sequence[PostRow]) -> go.Figure:
+    """Two panels that share no axis: left what the posts published (hollow bars), right what was measured here."""
+    where = " and ".join(dict.fromkeys(row.gpus.split("x ")[-1] for row in published))
+    headings = [f"published, {where}", f"measured, {machine_of(runs)}"]
+    figure = make_subplots(rows=1, cols=2, subplot_titles=headings, column_widths=[0.62, 0.38], horizontal_spacing=0.1)
+    for row in published:
+        style = method_style("plain" if row.drafter is None else "draft_target")
+        mark = {"stated": "", "derived": "*", "second-hand": "†"}[row.certainty]
+        name = html.escape(f"{row.target}|{'plain' if row.drafter is None else '+ ' + row.drafter}", quote=False)
+        figure.add_bar(
+            x=[name.replace("Llama ", "").replace("|", "<br>") + mark],
+            y=[row.output_tok_s],
+            marker={
+                "color": "white",
+                "line": {"color": style.color, "width": 2},
+                "pattern": {"shape": "/", "fgcolor": style.color, "size": 8, "solidity": 0.15},
+            },
+            text=[f"{row.output_tok_s:.0f}<br>{row.speedup:.2f}×"],
+            textposition="outside",
+            cliponaxis=False,
+            hovertext=[html.escape(f"{row.gpus}; {row.certainty}{'; ' + row.how if row.how else ''}; {row.source}")],
+            hoverinfo="text",
+            name="published",
+            row=1,
+            col=1,
+        )
+    for run in runs:
+        value, gain = figure_of(run, "output_tok_s"), speedup(run, runs)
+        figure.add_bar(
+            x=[label_of(run, runs).replace(" ", "<br>", 1)],
+            y=[value],
+            marker=_bar_look(run),
+            text=["no value" if value is None else f"{value:.0f}" + (f"<br>{gain:.2f}×" if gain else "")],
+            textposition="outside",
+            cliponaxis=False,
+            hoverinfo="x+y",
+            name="measured",
+            row=1,
+            col=2,
+        )
+    best = max((row.speedup for row in published), default=math.nan)
+    gains = [(gain, method_style(run["method"]).label) for run in _speculative(runs) if (gain := speedup(run, runs))]
+    ours = "nothing yet" if not gains else f"{max(gains)[0]:.2f}× with the {max(gains)[1]}"
+    _layout(figure, f"Published up to {best:.2f}×; measured here, on other models: {ours}", runs, height=520)
+    tops = ([row.output_tok_s for row in published], [figure_of(run, "output_tok_s") or 0 for run in runs])
+    for column, values in enumerate(tops, start=1):
+        figure.update_yaxes(range=[0, 1.25 * max(values, default=1)], row=1, col=column)
+    figure.update_yaxes(title_text="output throughput<br>(output tokens / s, TTFT included)", col=1)
+    figure.update_layout(showlegend=False, margin_t=150, margin_b=100, bargap=0.25)
+    note = "bars: output tokens / s and speed-up over plain decoding of the same target. * derived, † second-hand"
+    figure.add_annotation(
+        text=note, x=0, y=-0.2, xref="paper", yanchor="top", yref="paper", showarrow=False, font={"size": 12}
+    )
     return figure

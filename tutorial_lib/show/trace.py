@@ -166,7 +166,9 @@ def _round_html(number: int, round_: Round, tokens: Sequence[TracedToken]) -> st
 
 
 def _token_html(token: TracedToken) -> str:
-    return f'<span class="sd-tok sd-{token.kind}" data-id="{int(token.token_id)}">{visible(token.text)}</span>'
+    shown = visible(token.text)
+    inner, line_end = (shown.removesuffix("<br>"), "<br>") if shown.endswith("<br>") else (shown, "")
+    return f'<span class="sd-tok sd-{token.kind}" data-id="{int(token.token_id)}">{inner}</span>{line_end}'
 
 
 def visible(text: str) -> str:
