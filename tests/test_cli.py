@@ -65,7 +65,8 @@ PROMPT = ["generate", "--prompt", "Say hello"]
 
 
 @pytest.fixture(autouse=True)
-def fake_llm(monkeypatch):
+def fake_llm(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(api, "LLM", FakeLLM)
     monkeypatch.setattr(FakeLLM, "error", None)
     FakeLLM.made.clear()
