@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from tutorial_lib.bench.measure import bench, compare, first_differences, measure, warm_repeats
+from tutorial_lib.bench.measure import bench, compare, measure, warm_repeats
 from tutorial_lib.bench.metrics import DEFINITIONS
 from tutorial_lib.bench.prompts import Prompt, prompt_set_sha256
+from tutorial_lib.bench.summary import first_differences
 from tutorial_lib.config import PROFILES, SamplingParams
 from tutorial_lib.errors import OptionError, PromptError
 from tutorial_lib.results import Generation, Round, read_records, write_record
@@ -258,6 +259,7 @@ def test_warm_up_covers_every_timed_shape():
     assert record["warmup_s"] >= 2 * 9.0
     warmups = [params for _, params in llm.calls if params.ignore_eos]
     assert warmups and all(p.max_tokens >= 3 * (4 + 1) + 1 for p in warmups)
+    assert any(inputs[0] == inputs[0][: len(inputs[0]) // 2] * 2 for inputs, p in llm.calls if p.ignore_eos)
 
 
 def test_warm_up_ignores_stops_but_the_timed_run_does_not():
@@ -265,7 +267,7 @@ def test_warm_up_ignores_stops_but_the_timed_run_does_not():
     llm = FakeLLM(clock)
     params = replace(PARAMS, stop="x", stop_token_ids=[3])
     measure(llm, PROMPTS[:1], params, method="plain", clock=clock)
-    assert [(p.stop, p.ignore_eos) for _, p in llm.calls] == [(None, True), *[("x", False)] * 3]
+    assert [(p.stop, p.ignore_eos) for _, p in llm.calls] == [(None, True)] * 2 + [("x", False)] * 3
 
 
 def test_later_turns_hold_the_same_answer_for_every_method():
@@ -285,7 +287,7 @@ def test_drafter_that_remembers_earlier_repeats_is_left_out():
     """From the second repeat on everything is accepted: such repeats must not lift the figures."""
     clock = Clock()
     forgets = measure(FakeLLM(clock, "n", 4), PROMPTS[:2], PARAMS, method="ngram", clock=clock)
-    warmups = 1
+    warmups = 1  # calls with the same prompt before the first repeat
     remembers = FakeLLM(clock, "n", 4, accepts=lambda length, call, number: 2 if call <= warmups + 1 else 4)
     record = measure(remembers, PROMPTS[:2], PARAMS, method="ngram", clock=clock)
     for name in ("output_tok_s", "acceptance_length", "rounds", "accepted"):
@@ -443,6 +445,18 @@ def test_a_wrong_token_is_reported_with_its_place():
     assert any("text: differs in 15 answers, first at token 17 of a1/0" in line for line in said)
 
 
+def test_forced_acceptance_is_compared_with_no_text():
+    said = []
+    result, _ = a_bench(said=said, methods=("plain", "draft_target"), is_simulated=True, wrong_from=3)
+    assert result["summary"]["identical_text"] is None and result["summary"]["differences"] == []
+    assert "text: not compared, acceptance was forced" in said
+    clock = Clock()
+    llms = a_pair(clock, is_simulated=True)
+    session = compare(llms, PROMPTS[:1], PARAMS, clock=clock)
+    texts = {name: {g.text for repeat in runs for g in repeat.values()} for name, runs in session.generations.items()}
+    assert texts["draft_target"] == {""} and texts["plain"] != {""}
+
+
 def test_where_it_pays_less_and_why():
     """The long prompt is accepted worse and its prefill weighs more; speed-ups below one are shown as they are."""
     said = []
@@ -452,6 +466,31 @@ def test_where_it_pays_less_and_why():
     assert "acceptance length 1.00 against" in worst["why"] and "prefill" in worst["why"]
     assert any(line.startswith("pays less: hard 0.") for line in said)
     assert "easy" not in [e["category"] for e in summary["pays_less"]]
+
+
+def test_backend_that_cannot_time_its_steps_gets_no_prediction():
+    class Opaque(FakeLLM):
+        def time_steps(self, rows, context=128):
+            raise OptionError("backend 'x' cannot time its steps apart")
+
+        def _answer(self, ids, params, start):
+            return replace(super()._answer(ids, params, start), rounds=[])
+
+    said, clock, made = [], Clock(), []
+
+    def make(name, _):
+        made.append(name)
+        return Opaque(clock, name, 0 if name == "plain" else 4)
+
+    profile = replace(PROFILES["cpu"], backend="vllm")
+    methods = ("plain", "draft_target")
+    result = bench(profile, prompts=PROMPTS, methods=methods, say=said.append, make_llm=make, clock=clock)
+    summary = result["summary"]
+    assert made == ["plain", "draft_target"] and json.dumps(result, allow_nan=False)
+    for name in ("predicted_speedup", "prediction_error", "acceptance_length", "transformers_plain_tok_s"):
+        assert summary[name] is None
+    assert summary["speedup"] > 1 and SUMMARY_KEYS <= set(summary)
+    assert "note: no prediction: backend 'x' cannot time its steps apart" in said
 
 
 def test_engines_are_closed_when_a_run_fails():

@@ -25,10 +25,10 @@ from ..results import Generation, provenance, without_folders
 from . import metrics
 from .cost_model import Components, predict_speedup
 from .prompts import Prompt, load_prompts, prompt_set_sha256, render, select
+from .summary import PLAIN, TRANSFORMERS, describe, summarize
 
 Clock = Callable[[], float]
 Say = Callable[[str], None]
-PLAIN, TRANSFORMERS = "plain", "transformers"
 # A rival engine is timed on every second category: it is the slowest, and is compared over those categories only.
 RIVAL_STRIDE = 2
 
@@ -62,7 +62,7 @@ class Request:
 
 @dataclass
 class Session:
-    """What `compare` ran: records by name, generations by name, repeat and request, and what it noticed."""
+    """What `compare` ran: records by name, generations by name, repeat and request (`Request.key`)."""
 
     records: dict[str, dict[str, Any]]
     generations: dict[str, list[dict[str, Generation]]]
@@ -166,7 +166,8 @@ def warm_up(
     llm: Measurable, requests: Sequence[Request], params: SamplingParams, batch_size: int, clock: Clock
 ) -> float:
     """Run what will be timed, at least three rounds of it at the same K and batch size, for a prompt of every length
-    class (powers of two). Returns the seconds it took."""
+    class (powers of two), and for one that is written twice, so that a look-up drafter drafts for certain. Returns the
+    seconds it took."""
     rounds_params = replace(
         params,
         max_tokens=3 * (llm.info.get("max_draft_len", 0) + 1) + 1,
@@ -177,9 +178,10 @@ def warm_up(
     classes: dict[int, Request] = {}
     for request in requests:
         classes.setdefault(len(request.prompt_ids).bit_length(), request)
+    shortest = min(classes.values(), key=lambda request: len(request.prompt_ids))
     start = clock()
-    for request in classes.values():
-        llm.generate([list(request.prompt_ids)] * batch_size, rounds_params)
+    for ids in (*(request.prompt_ids for request in classes.values()), shortest.prompt_ids * 2):
+        llm.generate([list(ids)] * batch_size, rounds_params)
     _sync(llm)
     return clock() - start
 
@@ -234,8 +236,12 @@ def _one_repeat(
         generations = llm.generate([list(r.prompt_ids) for r in batch], params)
         _sync(llm)
         done[name].wall_s += clock() - start
-        done[name].generations |= {r.key: g for r, g in zip(batch, generations, strict=True)}
+        done[name].generations |= {r.key: _without_false_text(g) for r, g in zip(batch, generations, strict=True)}
     return done
+
+
+def _without_false_text(generation: Generation) -> Generation:
+    return replace(generation, text="") if generation.is_simulated else generation
 
 
 def _sync(llm: Measurable) -> None:
@@ -364,25 +370,6 @@ def _notes(per_repeat: Sequence[Mapping[str, Any]], figures: Mapping[str, Any], 
     return notes
 
 
-def first_differences(
-    reference: Sequence[Mapping[str, Generation]], other: Sequence[Mapping[str, Generation]]
-) -> list[dict[str, Any]]:
-    """Where the token ids of `other`, in any repeat, or of `reference` itself leave the first reference repeat: one
-    entry per request and repeat with the index of the first token that differs. Empty means identical text."""
-    found = []
-    for repeats in (reference, other):
-        for number, repeat in enumerate(repeats, start=1):
-            for key, generation in repeat.items():
-                ours, theirs = reference[0][key].token_ids, generation.token_ids
-                if ours != theirs:
-                    same = next(
-                        (i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), None
-                    )
-                    first = min(len(ours), len(theirs)) if same is None else same
-                    found.append({"request": key, "repeat": number, "first_difference": first})
-    return found
-
-
 # --- a whole profile ----------------------------------------------------------------------------------------------
 
 
@@ -398,12 +385,13 @@ def bench(
     make_llm: Callable[[str, Profile], Measurable] | None = None,
     clock: Clock = time.perf_counter,
 ) -> dict[str, Any]:
-    """Plain decoding, every method and plain `transformers` in one interleaved greedy session.
+    """Plain decoding, every method and (beside our own engine) plain `transformers` in one interleaved greedy session.
 
     prompts: all of these; without, the profile's number per category of the bundled ones. Returns {"runs": records,
     "summary": {...}}; `summary["speedup"]` is that of the first speculative method over the best plain run of the same
     engine, and `predicted_speedup` what the cost model makes of step times measured between the repeats. make_llm
-    stands in for `LLM` in tests. Raises `WorkbookError`s.
+    stands in for `LLM` in tests. A figure that a backend cannot give (its steps cannot be timed apart) is None, and a
+    note says why. Raises `WorkbookError`s.
     """
     profile = profile_named(profile) if isinstance(profile, str) else profile
     speculative = [m for m in methods if m != PLAIN]
@@ -413,11 +401,11 @@ def bench(
         raise OptionError(f"methods are {', '.join(methods) or 'none'}", "plain and at least one other, each once")
     prompts = select(load_prompts(), profile.prompts_per_category) if prompts is None else list(prompts)
     categories = list(dict.fromkeys(p.category for p in prompts))
-    rival = {TRANSFORMERS: categories[::RIVAL_STRIDE]}
+    rival = {TRANSFORMERS: categories[::RIVAL_STRIDE]} if profile.backend == "torch" else {}
     params = SamplingParams(max_tokens=profile.max_tokens)
     with ExitStack() as stack:
         llms: dict[str, Measurable] = {}
-        for name in (PLAIN, *speculative, TRANSFORMERS):
+        for name in (PLAIN, *speculative, *rival):
             say(f"loading {name}")
             llms[name] = (make_llm or _make_llm)(name, profile)
             stack.callback(llms[name].close)
@@ -427,7 +415,11 @@ def bench(
             repeats=profile.repeats if repeats is None else repeats, experiment="bench", profile=profile.name,
             prompt_set=prompt_set, command=command, after_repeat=calibration.run, say=say, clock=clock,
         )  # fmt: skip
-    summary = summarize(session, speculative, calibration)
+    predictions = {name: calibration.predict(name, session.records) for name in speculative}
+    summary = summarize(session.records, session.generations, speculative, predictions)
+    summary["calibration"] = calibration.medians()
+    if calibration.refusal:
+        summary["notes"].append(f"no prediction: {calibration.refusal}")
     for line in describe(summary):
         say(line)
     return {"runs": list(session.records.values()), "summary": summary}
@@ -448,14 +440,23 @@ def _make_llm(name: str, profile: Profile) -> Measurable:
 
 
 class Calibration:
-    """Step and draft times, taken between the repeats by calls of their own, never from a timed speculative run."""
+    """Step and draft times, taken between the repeats by calls of their own, never from a timed speculative run.
+    `refusal` says why a backend gives none."""
 
     def __init__(self, plain: Measurable, speculative: Mapping[str, Measurable], params: SamplingParams) -> None:
         self.plain, self.speculative, self.params = plain, speculative, params
         self.samples: list[dict[str, dict[str, float]]] = []
+        self.refusal: str | None = None
 
     def run(self, requests: Sequence[Request]) -> None:
         """Time every component once, after as much context as the requests have on average half-way."""
+        if self.refusal is None:
+            try:
+                self.samples.append(self._sample(requests))
+            except OptionError as error:
+                self.refusal = str(error)
+
+    def _sample(self, requests: Sequence[Request]) -> dict[str, dict[str, float]]:
         context = round(statistics.mean(len(r.prompt_ids) for r in requests) + self.params.max_tokens / 2)
         sample = {PLAIN: {"step_s": self.plain.time_steps([1], context)[1]}}
         for name, llm in self.speculative.items():
@@ -465,18 +466,20 @@ class Calibration:
             sample[name] = {
                 "step_s": steps[1], "verify_step_s": steps[k + 1], "draft_s": draft_s, "draft_step_s": draft_step_s
             }  # fmt: skip
-        self.samples.append(sample)
+        return sample
 
     def medians(self) -> dict[str, dict[str, float]]:
         """Seconds by method and component, medians over what was taken."""
         return {
             name: {part: statistics.median(s[name][part] for s in self.samples) for part in parts}
-            for name, parts in self.samples[0].items()
+            for name, parts in (self.samples[0].items() if self.samples else ())
         }
 
     def predict(self, name: str, records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """What the cost model expects of method `name`. From its record come only acceptance and draft lengths, no
-        times; rounds that drafted less than K tokens count by their share."""
+        times; rounds that drafted less than K tokens count by their share. None throughout where nothing was timed."""
+        if self.refusal is not None or records[name]["figures"]["acceptance_length"] is None:
+            return {"speedup": None, "round_ms": None, "by_category": dict.fromkeys(records[PLAIN]["by_category"])}
         times, record, k = self.medians(), records[name], records[name]["max_draft_len"]
         own = times[name]
         share = (record["figures"]["mean_draft_len"] or 0.0) / k
@@ -490,126 +493,3 @@ class Calibration:
             acceptance_length=lengths,
         )
         return predict_speedup(records[PLAIN], parts)
-
-
-def summarize(session: Session, speculative: Sequence[str], calibration: Calibration) -> dict[str, Any]:
-    """The figures that a bench is asked for, each traceable to a record of the same session."""
-    records, generations = session.records, session.generations
-    plain, chosen = records[PLAIN], records[speculative[0]]
-    plain_tok_s = plain["figures"]["output_tok_s"]
-    predictions = {name: calibration.predict(name, records) for name in speculative}
-    predicted = predictions[speculative[0]]
-    speedup = chosen["figures"]["output_tok_s"] / plain_tok_s
-    differences = [
-        {"method": name, **difference}
-        for name in speculative
-        for difference in first_differences(generations[PLAIN], generations[name])
-    ]
-    by_category = {
-        category: {
-            "plain_tok_s": plain["by_category"][category]["output_tok_s"],
-            "speculative_tok_s": found["output_tok_s"],
-            "speedup": found["output_tok_s"] / plain["by_category"][category]["output_tok_s"],
-            "predicted_speedup": predicted["by_category"][category],
-            "acceptance_length": found["acceptance_length"],
-        }
-        for category, found in chosen["by_category"].items()
-    }
-    return {
-        "method": speculative[0],
-        "plain_tok_s": plain_tok_s,
-        "speculative_tok_s": chosen["figures"]["output_tok_s"],
-        "speedup": speedup,
-        "speedup_of_repeats": _paired_speedups(plain, chosen),
-        "acceptance_length": chosen["figures"]["acceptance_length"],
-        "identical_text": not differences,
-        "differences": differences,
-        "predicted_speedup": predicted["speedup"],
-        "prediction_error": predicted["speedup"] / speedup - 1,
-        "predicted_round_ms": predicted["round_ms"],
-        "calibration": calibration.medians(),
-        "by_method": {
-            name: {
-                "output_tok_s": records[name]["figures"]["output_tok_s"],
-                "speedup": records[name]["figures"]["output_tok_s"] / plain_tok_s,
-                "predicted_speedup": predictions[name]["speedup"],
-                "acceptance_length": records[name]["figures"]["acceptance_length"],
-            }
-            for name in speculative
-        },
-        "by_category": by_category,
-        "pays_less": _pays_less(plain, chosen, speedup),
-        **_against_rival(session),
-        "notes": [f"{name}: {note}" for name, record in records.items() for note in record["notes"]],
-    }
-
-
-def _paired_speedups(plain: Mapping[str, Any], chosen: Mapping[str, Any]) -> list[float]:
-    """The speed-up repeat by repeat: what the machine's drift leaves of it."""
-    pairs = zip(plain["repeat_figures"], chosen["repeat_figures"], strict=True)
-    return [ours["output_tok_s"] / theirs["output_tok_s"] for theirs, ours in pairs]
-
-
-def _pays_less(plain: Mapping[str, Any], chosen: Mapping[str, Any], overall: float) -> list[dict[str, Any]]:
-    """Categories below the overall speed-up, the worst first, with what the record says of the reason."""
-    whole = chosen["figures"]
-    found = []
-    for category, figures in chosen["by_category"].items():
-        gain = figures["output_tok_s"] / plain["by_category"][category]["output_tok_s"]
-        if gain >= overall:
-            continue
-        reasons = []
-        if figures["acceptance_length"] < whole["acceptance_length"]:
-            reasons.append(
-                f"acceptance length {figures['acceptance_length']:.2f} against {whole['acceptance_length']:.2f} overall"
-            )
-        share, typical = (f["ttft_s"] / f["latency_s"] for f in (figures, whole))
-        if share > typical:
-            reasons.append(
-                f"prefill, which drafting cannot shorten, takes {share:.0%} against {typical:.0%} of the time"
-            )
-        found.append({"category": category, "speedup": gain, "why": "; ".join(reasons) or "within noise"})
-    return sorted(found, key=lambda entry: entry["speedup"])
-
-
-def _against_rival(session: Session) -> dict[str, Any]:
-    """Plain `transformers` beside our plain run, over the prompts that both answered."""
-    rival, plain = session.records[TRANSFORMERS], session.records[PLAIN]
-    shared = set(rival["by_category"])
-    ours = _tok_s_over(plain, shared)
-    theirs = rival["figures"]["output_tok_s"]
-    return {
-        "transformers_plain_tok_s": theirs,
-        "transformers_categories": sorted(shared),
-        "plain_tok_s_same_prompts": ours,
-        "plain_vs_transformers": ours / theirs,
-        "identical_to_transformers": not _differences_to_rival(session),
-    }
-
-
-def _tok_s_over(record: Mapping[str, Any], categories: set[str]) -> float:
-    found = [figures for category, figures in record["by_category"].items() if category in categories]
-    return sum(f["output_tokens"] for f in found) / sum(f["requests"] * f["latency_s"] for f in found)
-
-
-def _differences_to_rival(session: Session) -> list[dict[str, Any]]:
-    rivals = session.generations[TRANSFORMERS]
-    ours = [{key: repeat[key] for key in rivals[0]} for repeat in session.generations[PLAIN]]
-    return first_differences(ours, rivals)
-
-
-def describe(summary: Mapping[str, Any]) -> list[str]:
-    """The summary in a few lines of plain words."""
-    lines = [
-        f"plain {summary['plain_tok_s']:.1f}, {summary['method']} {summary['speculative_tok_s']:.1f} output tokens/s "
-        f"(end to end): {summary['speedup']:.2f}x at acceptance length {summary['acceptance_length']:.2f}",
-        f"predicted {summary['predicted_speedup']:.2f}x, off by {summary['prediction_error']:+.1%}",
-        f"plain transformers {summary['transformers_plain_tok_s']:.1f} output tokens/s; ours over the same prompts "
-        f"{summary['plain_tok_s_same_prompts']:.1f} ({summary['plain_vs_transformers']:.2f}x)",
-        "text: identical in every prompt and repeat"
-        if summary["identical_text"]
-        else f"text: differs in {len(summary['differences'])} answers, first at token "
-        f"{summary['differences'][0]['first_difference']} of {summary['differences'][0]['request']}",
-    ]
-    lines += [f"pays less: {e['category']} {e['speedup']:.2f}x ({e['why']})" for e in summary["pays_less"]]
-    return lines + [f"note: {note}" for note in summary["notes"]]
