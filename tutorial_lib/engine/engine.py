@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -82,10 +83,17 @@ class Engine:
     """A target, perhaps a drafter, and the loop around them. Not thread-safe: one call at a time."""
 
     def __init__(
-        self, target: Model, tokenizer, eos_ids: Iterable[int], *, drafter: Drafter | None = None, max_draft_len: int = 0
+        self,
+        target: Model,
+        tokenizer: Any,
+        eos_ids: Iterable[int],
+        *,
+        drafter: Drafter | None = None,
+        max_draft_len: int = 0,
     ) -> None:
         self.target, self.tokenizer, self.eos_ids = target, tokenizer, frozenset(eos_ids)
         self.drafter, self.max_draft_len = drafter, max_draft_len if drafter else 0
+        self.max_seq_len = target.max_seq_len
         self._free = list(range(target.max_slots))[::-1]
 
     # ------------------------------------------------------------------------------------------------------- requests
@@ -121,11 +129,11 @@ class Engine:
         ]
 
     def _check(self, prompt: Sequence[int], params: SamplingParams, which: str) -> None:
-        vocab, limit = self.target.config.vocab_size, self.target.max_seq_len
+        vocab, limit = self.target.config.vocab_size, self.max_seq_len
         if not prompt:
             raise PromptError(f"{which} is empty", "at least one token", "write something, or begin with the BOS token")
         if bad := [t for t in prompt if not 0 <= t < vocab]:
-            raise PromptError(f"{which} holds token id {bad[0]}", f"ids from 0 to {vocab - 1}", "use this model's tokenizer")
+            raise PromptError(f"{which} holds id {bad[0]}", f"ids from 0 to {vocab - 1}", "use this model's tokenizer")
         if len(prompt) >= limit:
             raise PromptError(
                 f"{which} has {len(prompt)} tokens",
@@ -284,7 +292,7 @@ class Engine:
     # --------------------------------------------------------------------------------------------------- calibration
 
     def time_steps(self, rows: Sequence[int], context: int, repeats: int = 9) -> dict[int, float]:
-        """Median seconds of one target pass, output head and argmax included, by number of rows after `context` tokens."""
+        """Median seconds of one target pass, head and argmax included, by number of rows after `context` tokens."""
         ids = _arbitrary_ids(self.target.config.vocab_size, context + max(rows))
         self._fill(self.target, ids[:context])
 

@@ -60,11 +60,6 @@ class ModelConfig:
         if kind not in ("default", "llama3"):
             raise ModelError(f"rope type is {kind!r}", "'default' or 'llama3'")
         heads = config["num_attention_heads"]
-        window = config.get("sliding_window")
-        if architecture.startswith("Qwen") and not config.get("use_sliding_window", False):
-            window = None
-        if architecture == "LlamaForCausalLM":
-            window = None
         return cls(
             architecture=architecture,
             vocab_size=config["vocab_size"],
@@ -79,12 +74,28 @@ class ModelConfig:
             rope_scaling=rope if kind == "llama3" else None,
             max_position_embeddings=config.get("max_position_embeddings", 2048),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            sliding_window=window,
+            sliding_window=_sliding_window(config, architecture),
         )
 
     @property
     def qkv_rows(self) -> int:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+
+def _sliding_window(config: Mapping[str, Any], architecture: str) -> int | None:
+    """The window that every layer attends through, None without one; `ModelError` if only some layers have it."""
+    window, layers = config.get("sliding_window"), config["num_hidden_layers"]
+    is_qwen = architecture.startswith("Qwen")
+    if architecture == "LlamaForCausalLM" or window is None or (is_qwen and not config.get("use_sliding_window")):
+        return None
+    kinds = config.get("layer_types")
+    if kinds is not None:
+        windowed = sum(kind == "sliding_attention" for kind in kinds)
+    else:
+        windowed = max(0, layers - config.get("max_window_layers", 28)) if is_qwen else layers
+    if 0 < windowed < layers:
+        raise ModelError(f"{windowed} of {layers} layers have a sliding window", "all of them or none")
+    return window if windowed else None
 
 
 def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
@@ -113,13 +124,20 @@ def rotary_table(config: ModelConfig, positions: int) -> torch.Tensor:
 # ---------------------------------------------------------------------------------------------------------- packing
 
 
-def pack(tensors: Mapping[str, torch.Tensor], config: ModelConfig, head_ids: torch.Tensor | None = None) -> dict:
+def pack(
+    tensors: Mapping[str, torch.Tensor],
+    config: ModelConfig,
+    head_ids: torch.Tensor | None = None,
+    *,
+    is_interleaved: bool = True,
+) -> dict:
     """Fuse and reorder a checkpoint's tensors into the engine's own names.
 
     Returns `embed` [V, H], `head` [V or len(head_ids), H] (absent if it is the embedding itself), `norm` [H] and for
     every layer `L.qkv`, `L.o`, `L.gate_up`, `L.down`, `L.input_norm`, `L.post_norm`, with `.bias`, `L.q_norm`,
-    `L.k_norm` where the architecture has them. `head_ids` keeps only those rows of the output head (a drafter's
-    shortlist). A missing tensor is a `ModelError` naming it.
+    `L.k_norm` where the checkpoint has them. `head_ids` keeps only those rows of the output head (a drafter's
+    shortlist). `is_interleaved` puts rotary pairs side by side, as `Model` wants them; `GpuModel` keeps the halves.
+    A missing tensor is a `ModelError` naming it.
     """
 
     def get(name: str) -> torch.Tensor:
@@ -134,20 +152,25 @@ def pack(tensors: Mapping[str, torch.Tensor], config: ModelConfig, head_ids: tor
         packed["head"] = head[head_ids].contiguous()
     elif not config.tie_word_embeddings:
         packed["head"] = head
+    pair = _interleave if is_interleaved else (lambda weight, heads, head_dim: weight)
     for i in range(config.num_layers):
         prefix = f"model.layers.{i}."
-        packed |= {f"{i}.{name}": t for name, t in _pack_layer(lambda n, p=prefix: get(p + n), tensors, prefix, config)}
+        packed |= {
+            f"{i}.{name}": t for name, t in _pack_layer(lambda n, p=prefix: get(p + n), tensors, prefix, config, pair)
+        }
     return packed
 
 
-def _pack_layer(get: Callable[[str], torch.Tensor], tensors: Mapping, prefix: str, config: ModelConfig) -> list:
+def _pack_layer(
+    get: Callable[[str], torch.Tensor], tensors: Mapping, prefix: str, config: ModelConfig, pair: Callable
+) -> list:
     heads, kv_heads = config.num_heads, config.num_kv_heads
 
     def fused_qkv(suffix: str) -> torch.Tensor:
         return torch.cat(
             [
-                _interleave(get("self_attn.q_proj." + suffix), heads, config.head_dim),
-                _interleave(get("self_attn.k_proj." + suffix), kv_heads, config.head_dim),
+                pair(get("self_attn.q_proj." + suffix), heads, config.head_dim),
+                pair(get("self_attn.k_proj." + suffix), kv_heads, config.head_dim),
                 get("self_attn.v_proj." + suffix),
             ]
         )
@@ -164,8 +187,11 @@ def _pack_layer(get: Callable[[str], torch.Tensor], tensors: Mapping, prefix: st
         out.append(("qkv.bias", fused_qkv("bias")))
     if prefix + "self_attn.o_proj.bias" in tensors:
         out.append(("o.bias", get("self_attn.o_proj.bias")))
+    if prefix + "mlp.down_proj.bias" in tensors:
+        out.append(("gate_up.bias", torch.cat([get("mlp.gate_proj.bias"), get("mlp.up_proj.bias")])))
+        out.append(("down.bias", get("mlp.down_proj.bias")))
     if config.architecture == "Qwen3ForCausalLM":
-        out += [(f"{x}_norm", _interleave(get(f"self_attn.{x}_norm.weight"), 1, config.head_dim)) for x in "qk"]
+        out += [(f"{x}_norm", pair(get(f"self_attn.{x}_norm.weight"), 1, config.head_dim)) for x in "qk"]
     return out
 
 

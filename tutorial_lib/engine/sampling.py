@@ -50,7 +50,7 @@ def probabilities(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     logits = logits.float()
     if params.is_greedy:
         return torch.zeros_like(logits).index_fill_(0, logits.argmax(), 1.0)
-    logits = logits / params.temperature
+    logits = (logits - logits.max()) / params.temperature  # at most 0: the coldest temperature overflows to -inf only
     if params.top_k and params.top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < torch.topk(logits, params.top_k).values[-1], -torch.inf)
     probs = torch.softmax(logits, dim=-1)
@@ -63,7 +63,7 @@ def probabilities(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 
 
 def draw(probs: torch.Tensor, u: float) -> int:
-    """The token at which the cumulative distribution passes `u`. probs: [V], non-negative, need not sum to 1 exactly."""
-    cumulative = probs.double().cumsum(-1)
+    """The token at which the cumulative distribution passes `u`. probs: [V], non-negative, summing to about 1."""
+    cumulative = probs.cumsum(-1, dtype=torch.float64)
     index = int(torch.searchsorted(cumulative, u * cumulative[-1], right=True))
-    return min(index, int(torch.nonzero(probs)[-1]))
+    return index if index < probs.shape[-1] else int(torch.nonzero(probs)[-1])  # past the end: u was rounded up to 1

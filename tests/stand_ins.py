@@ -1,0 +1,165 @@
+"""What the engine's tests put in the place of real parts: small models, scripted drafters, a readable tokenizer.
+
+A tiny random drafter is right so rarely that faults inside a block stay hidden, so drafters here replay the target's
+own greedy text: the oracle is always right, the adversary never, the pattern drafter for k mod (K + 1) tokens in its
+k-th round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+
+from tutorial_lib.config import SamplingParams
+from tutorial_lib.drafters.base import Draft, SlotState
+from tutorial_lib.engine.engine import Engine
+from tutorial_lib.engine.linear import make_linear
+from tutorial_lib.engine.model import Model, ModelConfig, Segment, pack
+from tutorial_lib.shapes import dummy_config, random_tensors
+
+PROMPTS = ([7], [3, 9], list(range(40, 90)))  # 1, 2 and 50 tokens
+
+
+# ---- models ---------------------------------------------------------------------------------------------------------
+
+
+def tiny_model(name: str, **limits: int) -> Model:
+    """The `dummy:` model `name` in float32, without building an engine directory."""
+    config, seed = dummy_config(name)
+    return model_of(random_tensors(config, seed, "cpu", torch.float32), config, **limits)
+
+
+def model_of(
+    tensors: Mapping[str, torch.Tensor],
+    config: Mapping,
+    *,
+    max_slots: int = 5,
+    max_seq_len: int = 256,
+    head_ids: torch.Tensor | None = None,
+) -> Model:
+    """Hugging Face tensors as a `Model` with plain matrix products."""
+    shape = ModelConfig.from_hf(config)
+    packed = pack(tensors, shape, head_ids)
+    names = [f"{i}.{kind}" for i in range(shape.num_layers) for kind in ("qkv", "o", "gate_up", "down")] + ["head"]
+    plain = {"1": "plain"}
+    return Model(
+        shape,
+        {n: make_linear(packed.get(n, packed["embed"]), packed.get(f"{n}.bias"), plain) for n in names},
+        {n: t for n, t in packed.items() if n.endswith("norm")},
+        packed["embed"],
+        max_slots=max_slots,
+        max_seq_len=max_seq_len,
+    )
+
+
+class TableModel:
+    """A target or drafter whose next-token logits depend on the last token only: `table` [V, V]."""
+
+    def __init__(self, table: torch.Tensor, *, max_slots: int = 4, max_seq_len: int = 100_000) -> None:
+        self.table, self.max_slots, self.max_seq_len = table, max_slots, max_seq_len
+        _, seed_config = None, dummy_config("dummy:tiny-llama")[0]
+        self.config = ModelConfig.from_hf({**seed_config, "vocab_size": table.shape[0]})
+
+    def forward(self, token_ids: Sequence[int], segments: Sequence[Segment]) -> torch.Tensor:
+        return torch.tensor(token_ids)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.table[hidden]
+
+
+# ---- drafters -------------------------------------------------------------------------------------------------------
+
+
+class Replay:
+    """Drafts the known greedy text of every prompt, `right(round, budget)` tokens of it and then wrong ones."""
+
+    def __init__(self, texts: Iterable[Sequence[int]], right: Callable[[int, int], int], vocab_size: int = 320) -> None:
+        self.texts, self.right, self.vocab_size = [list(t) for t in texts], right, vocab_size
+        self.rounds: dict[int, int] = {}
+        self.observed: list[tuple[int, int]] = []
+
+    def reset(self, slot: int, prompt_ids: Sequence[int]) -> None:
+        self.rounds[slot] = 0
+
+    def propose(self, states: Sequence[SlotState]) -> list[Draft]:
+        return [self._draft(s) for s in states]
+
+    def observe(self, accepted: Sequence[tuple[int, int]]) -> None:
+        self.observed += accepted
+
+    def _draft(self, state: SlotState) -> Draft:
+        ids, budget = state.token_ids, state.budget
+        text = next(t for t in self.texts if t[: len(ids)] == ids)
+        truth = text[len(ids) : len(ids) + budget]
+        assert len(truth) == budget, "the known text is too short for this test"
+        right = self.right(self.rounds[state.slot], budget)
+        self.rounds[state.slot] += 1
+        return Draft(tuple(t if i < right else (t + 1) % self.vocab_size for i, t in enumerate(truth)))
+
+
+def oracle(texts: Iterable[Sequence[int]]) -> Replay:
+    return Replay(texts, lambda _, budget: budget)
+
+
+def adversary(texts: Iterable[Sequence[int]]) -> Replay:
+    return Replay(texts, lambda _, budget: 0)
+
+
+def pattern(texts: Iterable[Sequence[int]]) -> Replay:
+    return Replay(texts, lambda number, budget: number % (budget + 1))
+
+
+class Around:
+    """A drafter that does what `inner` does and calls `before(states)` at the start of every round."""
+
+    def __init__(self, inner, before: Callable[[Sequence[SlotState]], None]) -> None:
+        self.inner, self.before = inner, before
+        self.reset, self.observe = inner.reset, inner.observe
+
+    def propose(self, states: Sequence[SlotState]) -> list[Draft]:
+        self.before(states)
+        return self.inner.propose(states)
+
+
+# ---- text -----------------------------------------------------------------------------------------------------------
+
+
+class Pieces:
+    """A tokenizer that only decodes: id -> bytes, joined and read as UTF-8. Ids of `special` decode to nothing."""
+
+    def __init__(self, table: Mapping[int, bytes], special: Iterable[int] = ()) -> None:
+        self.table, self.special = table, frozenset(special)
+
+    @classmethod
+    def for_vocabulary(cls, size: int) -> Pieces:
+        """Words, and in every tenth id a Chinese character or emoji, whole or cut in two between neighbours."""
+        table = {i: f" w{i}".encode() for i in range(size)}
+        for i in range(0, size - 1, 10):
+            whole = chr(0x1F600 + i % 80).encode() if i % 20 else chr(0x4E00 + i).encode()
+            table[i], table[i + 1] = (whole[:2], whole[2:]) if i % 30 else (whole, whole)
+        return cls(table)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False, **_: object) -> str:
+        kept = [i for i in ids if not (skip_special_tokens and i in self.special)]
+        return b"".join(self.table[i] for i in kept).decode("utf-8", errors="replace")
+
+
+# ---- reference ------------------------------------------------------------------------------------------------------
+
+
+def greedy(model: Model, prompt: Sequence[int], count: int) -> list[int]:
+    """prompt + `count` greedy tokens, one forward each and nothing else: what every method must reproduce."""
+    ids = list(prompt)
+    hidden = model.forward(ids, [Segment(0, 0, len(ids))])
+    for _ in range(count):
+        ids.append(int(model.logits(hidden[-1:]).argmax()))
+        hidden = model.forward(ids[-1:], [Segment(0, len(ids) - 1, 1)])
+    return ids
+
+
+def run(model, tokenizer, prompts, params=None, *, eos=(), drafter=None, k=0, **options):
+    """One `Engine.generate` call on a fresh engine; `options` make the params where none are given."""
+    params = params or SamplingParams(**options)
+    each = params if isinstance(params, list) else [params] * len(prompts)
+    return Engine(model, tokenizer, eos, drafter=drafter, max_draft_len=k).generate(prompts, each)
