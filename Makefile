@@ -42,10 +42,12 @@ $(INSTALLED): pyproject.toml constraints.txt
 	  if [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null \
 	     && ! $(BIN)/pip index versions torch 2>/dev/null | grep -qF '$(TORCH)+cpu'; then index=$(CPU_WHEELS); fi; \
 	fi; \
-	if [ "$$index" != pypi ]; then set -x; \
-	  $(BIN)/pip install $(PIP_ARGS) --no-deps --index-url "$$index" torch==$(TORCH) || { set +x; \
-	    echo "error: no torch $(TORCH) from $$index; do this: make install TORCH_INDEX=pypi, or name another index" >&2; \
-	    exit 1; }; fi
+	if [ "$$index" != pypi ]; then \
+	  echo "PyTorch $(TORCH) from $$index"; \
+	  $(BIN)/pip install $(PIP_ARGS) --retries 1 --timeout 30 --no-deps --index-url "$$index" torch==$(TORCH) || { \
+	    echo "error: no torch $(TORCH) from $$index; do this: see that it can be reached, name another with" \
+	      "TORCH_INDEX=..., or take what pip finds, several GB, with TORCH_INDEX=pypi" >&2; exit 1; }; \
+	fi
 	$(BIN)/pip install $(PIP_ARGS) -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
