@@ -21,6 +21,7 @@ RIGHT = {
     checks.test_residual: lambda p, q: (p - q).clamp(min=0) / (p - q).clamp(min=0).sum(),
     checks.test_expected_tokens: lambda a, k: sum(a**i for i in range(k + 1)),
     checks.test_break_even: lambda t_plain, t_round: t_round / t_plain,
+    checks.test_step_ceiling: lambda weight_bytes, bytes_per_s: bytes_per_s / weight_bytes,
 }
 
 WRONG = [
@@ -41,6 +42,7 @@ WRONG = [
     (checks.test_expected_tokens, lambda a, k: 1 + a * k, "forgets that"),
     (checks.test_expected_tokens, lambda a, k: (1 - a ** (k + 1)) / (1 - a), "0 / 0"),
     (checks.test_break_even, lambda t_plain, t_round: t_plain / t_round, "Upside down"),
+    (checks.test_step_ceiling, lambda weight_bytes, bytes_per_s: weight_bytes / bytes_per_s, "inverse"),
 ]
 
 

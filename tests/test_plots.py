@@ -190,6 +190,13 @@ def test_sweep_names_the_best_k_and_draws_the_model_beside_it():
     assert "does not pay" in title(plots.plot_draft_len_sweep(runs))
 
 
+def test_step_times_are_one_line_per_engine_and_the_title_says_what_rows_cost():
+    figure = plots.plot_step_times({"float32": {1: 0.030, 5: 0.036}, "int8": {1: 0.02, 5: None}}, "Test CPU")
+    assert title(figure) == "What more rows cost: float32 1.20× (5 rows against 1)"
+    assert list(figure.data[0].y) == pytest.approx([30, 36]) and list(figure.data[1].y)[1] is None
+    assert figure.data[0].line.dash != figure.data[1].line.dash and "Test CPU" in figure.layout.title.subtitle.text
+
+
 def test_latency_parts_add_up_to_the_latency():
     runs = three_runs()
     figure = plots.plot_latency(runs)

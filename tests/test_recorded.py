@@ -8,7 +8,7 @@ import pytest
 
 from tutorial_lib.errors import OptionError
 from tutorial_lib.results import Generation, Round, read_records
-from tutorial_lib.show.recorded import Recorder, TokenTexts, machine_name
+from tutorial_lib.show.recorded import Recorder, TokenTexts, machine_name, machine_words
 from tutorial_lib.show.trace import trace_html
 
 
@@ -75,7 +75,7 @@ def test_every_line_tells_where_it_is_from_and_nothing_private(replay, tmp_path)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert all("hardware" in line["provenance"] for line in lines if line["kind"] == "value")
     assert str(tmp_path) not in path.read_text()
-    assert replay.source.startswith("recorded 20")
+    assert str(replay).startswith("replayed: recorded on 20")
 
 
 def test_recording_again_replaces_the_file(tmp_path):
@@ -93,7 +93,8 @@ def test_the_newest_machine_is_replayed(tmp_path):
         (tmp_path / machine).mkdir()
         (tmp_path / machine / "n.jsonl").write_text(json.dumps(line) + "\n")
     recorder = Recorder("n", is_replay=True, folder=tmp_path)
-    assert recorder("x", must_not_run) == 2 and recorder.source == "recorded 2025-03-01 on b"
+    assert recorder("x", must_not_run) == 2
+    assert str(recorder) == "replayed: recorded on 2025-03-01 on b, 2 cores"
 
 
 def test_without_a_record_a_replay_says_what_to_do(tmp_path):
@@ -110,6 +111,13 @@ def test_usually_the_cell_just_runs_and_nothing_is_written(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     assert Recorder("02_demo")("x", lambda: 5) == 5
     assert not list(tmp_path.iterdir())
+
+
+def test_machines_in_words():
+    gpus = [{"name": "NVIDIA H200"}] * 2
+    assert machine_words({"cpu": "Xeon", "cores": 1, "gpus": gpus}) == "Xeon, 1 core"
+    assert machine_words({"cpu": "Xeon", "cores": 2, "gpus": gpus}, "cuda") == "2 × NVIDIA H200"
+    assert machine_words({}) == "a machine that was not recorded"
 
 
 def test_machine_names_are_short_and_plain():

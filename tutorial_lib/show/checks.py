@@ -170,3 +170,20 @@ def test_break_even(fn: Callable[[float, float], float]) -> bool:
             raise _wrong(f"break_even(t_plain={t_plain}, t_round={t_round})", f"{got:.4g}", f"{expected:.4g}", hint)
 
     return _check("break_even", run, "t_round / t_plain tokens per round")
+
+
+def test_step_ceiling(fn: Callable[[float, float], float]) -> bool:
+    """`fn(weight_bytes, bytes_per_s)`: the most tokens per second that plain decoding of one text can reach."""
+
+    def run() -> None:
+        for weight_bytes, bytes_per_s in ((70.55e9, 4.8e12), (0.5e9, 20e9)):
+            got, expected = float(_call(fn, weight_bytes, bytes_per_s)), bytes_per_s / weight_bytes
+            if abs(got - expected) <= 1e-4 * expected:
+                continue
+            hint = "Every token needs all weights read once: that takes weight_bytes / bytes_per_s seconds."
+            if abs(got - 1 / expected) <= 1e-4 / expected:
+                hint = "That is the seconds per token; the ceiling is its inverse."
+            call = f"step_ceiling({weight_bytes:g}, {bytes_per_s:g})"
+            raise _wrong(call, f"{got:.4g}", f"{expected:.4g}", hint)
+
+    return _check("step_ceiling", run, "bytes_per_s / weight_bytes; 70.55 GB at 4.8 TB/s allow 68 tokens per second")

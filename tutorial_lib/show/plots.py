@@ -25,6 +25,7 @@ from plotly.io._base_renderers import MimetypeRenderer
 from plotly.subplots import make_subplots
 
 from ..bench.published import PostRow
+from .recorded import machine_words
 
 Record = Mapping[str, Any]
 
@@ -172,17 +173,8 @@ def speedup(run: Record, runs: Sequence[Record], category: str | None = None) ->
 
 def machine_of(runs: Sequence[Record]) -> str:
     """The machines the records were measured on, in words."""
-    names: dict[str, None] = {}
-    for run in runs:
-        hardware = (run.get("provenance") or {}).get("hardware") or {}
-        gpus, cores = hardware.get("gpus"), hardware.get("cores")
-        name = str(hardware.get("cpu") or "a machine that was not recorded")
-        if run["device"] != "cpu" and gpus:
-            name = f"{len(gpus)} × {gpus[0]['name']}"
-        elif cores:
-            name += f", {cores} core{'s' if cores > 1 else ''}"
-        names[name] = None
-    return html.escape(" and ".join(names), quote=False)
+    machines = [machine_words((run.get("provenance") or {}).get("hardware") or {}, run["device"]) for run in runs]
+    return html.escape(" and ".join(dict.fromkeys(machines)), quote=False)
 
 
 def label_of(run: Record, runs: Sequence[Record]) -> str:
@@ -496,6 +488,33 @@ def plot_draft_len_sweep(runs: Sequence[Record], predicted: Mapping[int, float] 
         title = f"The {best[2]} {verdict}"
     figure.update_layout(showlegend=True)
     _layout(figure, title, runs, x="K, draft tokens per round", y="speed-up of output throughput (×)")
+    figure.update_xaxes(dtick=1)
+    figure.update_yaxes(rangemode="tozero")
+    return figure
+
+
+def plot_step_times(times_s: Mapping[str, Mapping[int, float]], machine: str) -> go.Figure:
+    """Time of one target pass against the rows it computes, one line per engine (`times_s`: name -> rows -> seconds).
+    A flat line is what speculation lives on: checking K + 1 tokens for the price of one."""
+    figure = go.Figure()
+    findings = []
+    for style, (name, times) in zip(METHODS.values(), times_s.items(), strict=False):
+        rows = sorted(times)
+        figure.add_scatter(
+            x=rows,
+            y=[None if (value := number(times[r])) is None else 1e3 * value for r in rows],
+            name=html.escape(name, quote=False),
+            mode="lines+markers",
+            line={"color": _INK, "dash": style.dash, "width": 2},
+            marker={"symbol": style.symbol, "size": 10, "color": _INK},
+            hovertemplate="%{x} rows<br>%{y:.2f} ms<extra>%{fullData.name}</extra>",
+        )
+        first, last = number(times[rows[0]]), number(times[rows[-1]])
+        if first and last:
+            findings.append(f"{html.escape(name, quote=False)} {last / first:.2f}× ({rows[-1]} rows against {rows[0]})")
+    title = "What more rows cost: " + "; ".join(findings) if findings else "No step was timed"
+    _layout(figure, title, [], x="rows (token positions) in one pass of the target", y="time of the pass (ms)")
+    figure.update_layout(title_subtitle_text=f"measured on {html.escape(machine, quote=False)}", showlegend=True)
     figure.update_xaxes(dtick=1)
     figure.update_yaxes(rangemode="tozero")
     return figure

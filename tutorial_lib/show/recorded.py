@@ -16,6 +16,7 @@ from ..errors import OptionError
 from ..results import Generation, Round, provenance, read_records, write_record
 
 T = TypeVar("T")
+RECORDED = Path(__file__).resolve().parents[2] / "notebooks" / "recorded"
 
 
 class TokenTexts(dict[int, str]):
@@ -34,19 +35,29 @@ class Recorder:
     """
 
     def __init__(
-        self, notebook: str, *, is_replay: bool = False, folder: str | Path = "recorded", write_to: str | Path = ""
+        self, notebook: str, *, is_replay: bool = False, folder: str | Path = RECORDED, write_to: str | Path = ""
     ) -> None:
-        self.notebook, self.is_replay, self.source = notebook, is_replay, ""
+        self.notebook, self.is_replay = notebook, is_replay
         self._generations: list[Generation] = []
         self._lines: list[dict[str, Any]] = []
         self._runs_written = 0
         self._target: Path | None = None
+        self._origin = provenance(f"notebook {notebook}", None)
         if is_replay:
-            self._lines = self._newest(Path(folder))
+            self._lines, self._origin = self._newest(Path(folder))
         elif write_to:
-            self._origin = provenance(f"notebook {notebook}", None)
             self._target = Path(write_to).expanduser() / machine_name(self._origin["hardware"]) / f"{notebook}.jsonl"
             self._target.unlink(missing_ok=True)
+
+    @property
+    def machine(self) -> str:
+        """The machine that computed the values, in words."""
+        return machine_words(self._origin["hardware"])
+
+    def __str__(self) -> str:
+        if not self.is_replay:
+            return f"computed now on {self.machine}"
+        return f"replayed: recorded on {self._origin['time_utc'][:10]} on {self.machine}"
 
     def __call__(self, name: str, make: Callable[[], T]) -> T:
         """`make()`, or what it returned when `name` was recorded. Raises `OptionError` where that was never done."""
@@ -91,9 +102,11 @@ class Recorder:
         ids = {i for g in self._generations for i in (*g.token_ids, *(d for r in g.rounds for d in r.drafted))}
         return [[i, tokenizer.decode([i])] for i in sorted(ids)]
 
-    def _newest(self, folder: Path) -> list[dict[str, Any]]:
+    def _newest(self, folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         files = [read_records(path) for path in sorted(folder.glob(f"*/{self.notebook}.jsonl"))]
-        origins = [next((line["provenance"] for line in lines if line["kind"] == "value"), {}) for lines in files]
+        origins: list[dict[str, Any]] = [
+            next((line["provenance"] for line in lines if line["kind"] == "value"), {}) for lines in files
+        ]
         dated = [(origin["time_utc"], i) for i, origin in enumerate(origins) if origin]
         if not dated:
             raise OptionError(
@@ -101,9 +114,8 @@ class Recorder:
                 "one for profile replay",
                 "run it in profile cpu",
             )
-        time_utc, newest = max(dated)
-        self.source = f"recorded {time_utc[:10]} on {origins[newest]['hardware']['cpu']}"
-        return files[newest]
+        _, newest = max(dated)
+        return files[newest], origins[newest]
 
     def _read(self, name: str) -> Any:
         for line in self._lines:
@@ -130,6 +142,15 @@ class Recorder:
             Round(**{**r, "drafted": tuple(r["drafted"]), "emitted": tuple(r["emitted"])}) for r in fields["rounds"]
         ]
         return Generation(**{**fields, "rounds": rounds})
+
+
+def machine_words(hardware: Mapping[str, Any], device: str = "cpu") -> str:
+    """A machine in words, as figures name it: its CPU and cores, or the GPUs where the work ran there."""
+    gpus, cores = hardware.get("gpus"), hardware.get("cores")
+    if device != "cpu" and gpus:
+        return f"{len(gpus)} × {gpus[0]['name']}"
+    words = str(hardware.get("cpu") or "a machine that was not recorded")
+    return words + (f", {cores} core{'s' if cores > 1 else ''}" if cores else "")
 
 
 def machine_name(hardware: Mapping[str, Any]) -> str:
