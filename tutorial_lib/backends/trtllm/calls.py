@@ -136,6 +136,7 @@ def engine_llm(
     is_fp8: bool,
     calib_size: int = 512,
     tensor_parallel_size: int = 1,
+    is_dummy: bool = False,
 ) -> Call:
     """`tensorrt_llm._tensorrt_engine.LLM(...)`: quantizes, builds and loads in one call. FP8 KV comes with FP8 weights,
     so `KvCacheConfig.dtype` stays 'auto' there."""
@@ -161,6 +162,8 @@ def engine_llm(
             "calib_config": make("CalibConfig", {"calib_batches": calib_size}) if is_fp8 else None,
             "kv_cache_config": cache,
             "speculative_config": engine_drafting_config(speculative),
+            "load_format": "dummy" if is_dummy else None,
+            "skip_tokenizer_init": True if is_dummy else None,
         },
     )
 
@@ -200,6 +203,17 @@ def heads_of(config: DecodingBaseConfig) -> int:
     """Depth of the tree: Medusa heads or EAGLE layers, by default the most tokens that a round may accept."""
     own = getattr(config, "num_medusa_heads", None) or getattr(config, "num_eagle_layers", None)
     return own or max((len(path) for path in _choices(config) or ()), default=config.max_draft_len)
+
+
+def most_accepted(config: DecodingBaseConfig | None) -> int:
+    """The most draft tokens that one round can accept."""
+    if config is None:
+        return 0
+    if isinstance(config, LookaheadDecodingConfig):
+        return max(1, config.max_ngram_size - 1)
+    if isinstance(config, MedusaDecodingConfig) or _choices(config):
+        return heads_of(config)
+    return config.max_draft_len
 
 
 def tree_of(config: DecodingBaseConfig, nodes: int = 63) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""The bundled prompts as token ids, for `trtllm-bench --dataset` (JSON lines) and `run.py --input_file` (one .csv line).
+"""The bundled prompts as token ids: JSON lines for `trtllm-bench --dataset`, one .csv line for `run.py --input_file`.
 
 python3 -m tutorial_lib.backends.trtllm.dataset --tokenizer FOLDER --output prompts.jsonl --output-tokens 256
 """

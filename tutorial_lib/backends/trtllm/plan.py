@@ -1,10 +1,10 @@
 """An experiment as a list of steps: every command line and every call, in order, complete, with a reason per flag.
 
 `plan(experiment, version, flow)` is pure: it runs nothing and needs neither the library nor a GPU. Local paths are
-placeholders in braces. A step is a dict: `name`, `kind` (fetch, quantize, build, prepare, run, bench, serve), either `argv` or
-`call` (class, keyword arguments, and under `then` the method called on the object), `env`, `files` to write first,
-`produces`, `needs` (disk and GPU memory, GiB), `why` (flag or argument: reason). Every step is checked against the
-record of the release before it is handed out.
+placeholders in braces. A step is a dict: `name`, `kind` (fetch, quantize, build, prepare, run, bench, serve), either
+`argv` or `call` (class, keyword arguments, and under `then` the method called on the object), `env`, `files` to write
+first, `produces`, `needs` (disk and GPU memory, GiB), `why` (flag or argument: reason). Every step is checked against
+the record of the release before it is handed out.
 """
 
 from __future__ import annotations
