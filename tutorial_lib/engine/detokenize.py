@@ -17,26 +17,27 @@ class Detokenizer:
     def __init__(self, tokenizer, stop_strings: Sequence[str] = ()) -> None:
         self._tokenizer, self._stops = tokenizer, tuple(stop_strings)
         self._ids: list[int] = []
-        self._prefix = self._read = 0  # ids before _read are in `text`; decoding from _prefix gives them context
+        self._prefix = self._read = 0  # decoding starts at _prefix: the ids up to _read, all in `text`, are context
+        self._released = 0  # characters of that decoding which are in `text`
         self.text = ""
         self.stopped_by: str | None = None
 
     def push(self, token_id: int) -> bool:
         """Add one token. True if it completes a stop string: `text` is then cut before it and `stopped_by` is set."""
         self._ids.append(token_id)
-        known = self._decode(self._prefix, self._read)
-        grown = self._decode(self._prefix, len(self._ids))
-        if len(grown) > len(known) and not grown.endswith(REPLACEMENT):
-            self._release(grown[len(known) :])
-            self._prefix, self._read = self._read, len(self._ids)
+        grown = self._decode()
+        whole = grown.rstrip(REPLACEMENT)
+        if len(whole) > self._released:
+            self._release(whole)
+            if whole == grown:
+                self._prefix, self._read = self._read, len(self._ids)
+                self._released = len(self._decode())
         return self.stopped_by is not None
 
     def finish(self) -> str:
         """Release what was held back (an incomplete character decodes to a replacement mark) and return the text."""
-        if self.stopped_by is None and self._read < len(self._ids):
-            known = self._decode(self._prefix, self._read)
-            self._release(self._decode(self._prefix, len(self._ids))[len(known) :])
-            self._read = len(self._ids)
+        if self.stopped_by is None:
+            self._release(self._decode())
         return self.text
 
     @property
@@ -50,14 +51,17 @@ class Detokenizer:
                 return self.text[:-held]
         return self.text
 
-    def _release(self, piece: str) -> None:
+    def _release(self, decoded: str) -> None:
         before = len(self.text)
-        self.text += piece
+        self.text += decoded[self._released :]
+        self._released = len(decoded)
         hits = [(self.text.find(s, max(0, before - len(s) + 1)), s) for s in self._stops]
         hits = [(at, s) for at, s in hits if at >= 0]
         if hits:
             at, self.stopped_by = min(hits)
             self.text = self.text[:at]
 
-    def _decode(self, start: int, end: int) -> str:
-        return self._tokenizer.decode(self._ids[start:end], skip_special_tokens=True)
+    def _decode(self) -> str:
+        """Text from `_prefix` on, spaces as they are: tidying them up would change what was already shown."""
+        ids = self._ids[self._prefix :]
+        return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
