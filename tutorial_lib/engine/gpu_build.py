@@ -1,0 +1,262 @@
+"""Compile for a GPU: quantize, calibrate, and pick for every matrix the fastest way to read it.
+
+The tactic table holds, for each kind of product and row bucket, the tile and split that were fastest here. Tile depth
+and split along K are the same in every bucket of one product: they fix the order of summation, and with it the promise
+that a row's result does not depend on how many rows there are. Loading an engine tunes nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from .gpu_model import GpuModel, Layer, Ops, Weight, rotary_tables
+from .model import ModelConfig
+from .quantize import quantize_fp8, random_fp8
+
+ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+PRODUCTS = ("qkv", "o", "gate_up", "down", "head")
+PLAIN_TACTIC = {"block_n": 64, "block_k": 128, "split_k": 1, "stages": 3, "warps": 4}
+TUNED_ROWS = (1, 16)  # a plain step and a verification
+
+Tactics = dict[str, dict[str, dict[str, int]]]  # product -> row bucket -> fields of `Tactic`
+
+
+# ---------------------------------------------------------------------------------------------------------- assembling
+
+
+def assemble(
+    config: ModelConfig,
+    packed: Mapping[str, torch.Tensor],
+    tactics: Tactics,
+    *,
+    pages: int,
+    max_positions: int,
+    ops: Ops,
+    max_sequences: int = 1,
+    kv_dtype: torch.dtype = torch.bfloat16,
+) -> GpuModel:
+    """A `GpuModel` from packed tensors on the device (`quantized` made them: `X`, `X.scale`, `X.in`, `L.kv_scale`)."""
+    device = packed["embed"].device
+    cos, sin = rotary_tables(config, max_positions, device)
+    made = _tactic_objects(tactics)
+
+    def weight(name: str, kind: str) -> Weight:
+        return Weight(packed.get(name, packed["embed"]), packed.get(f"{name}.scale"), made.get(kind, {}))
+
+    layers = [
+        Layer(
+            config=config,
+            cos=cos,
+            sin=sin,
+            input_norm=packed[f"{i}.input_norm"],
+            post_norm=packed[f"{i}.post_norm"],
+            **{kind: weight(f"{i}.{kind}", kind) for kind in PRODUCTS[:-1]},
+            qkv_bias=packed.get(f"{i}.qkv.bias"),
+            q_norm=packed.get(f"{i}.q_norm"),
+            k_norm=packed.get(f"{i}.k_norm"),
+            kv_scale=packed.get(f"{i}.kv_scale") if kv_dtype == torch.float8_e4m3fn else None,
+            **{f"{kind}_in": packed.get(f"{i}.{kind}.in") for kind in PRODUCTS[:-1]},
+        )
+        for i in range(config.num_layers)
+    ]
+    return GpuModel(
+        config, layers, packed["embed"], packed["norm"], weight("head", "head"),
+        pages=pages, max_positions=max_positions, ops=ops, kv_dtype=kv_dtype, max_sequences=max_sequences,
+    )  # fmt: skip
+
+
+def _tactic_objects(tactics: Tactics) -> dict[str, dict[int, Any]]:
+    if not tactics:
+        return {}
+    from .kernels import Tactic
+
+    return {kind: {int(rows): Tactic(**t) for rows, t in table.items()} for kind, table in tactics.items()}
+
+
+def plain_tactics() -> Tactics:
+    """Untuned: works for every shape."""
+    return {kind: {str(rows): dict(PLAIN_TACTIC) for rows in ROW_BUCKETS} for kind in PRODUCTS}
+
+
+# ------------------------------------------------------------------------------------------------------------ weights
+
+
+def quantized(
+    packed: dict[str, torch.Tensor], config: ModelConfig, scales: Sequence[Mapping[str, float]] | None, *, is_head: bool
+) -> dict[str, torch.Tensor]:
+    """bf16 packed tensors -> FP8 products with their scales; `scales` (from `calibrate`) become `L.X.in`, `L.kv_scale`.
+    The output head stays bf16 unless `is_head`."""
+    out = dict(packed)
+    names = [f"{i}.{kind}" for i in range(config.num_layers) for kind in PRODUCTS[:-1]] + (["head"] if is_head else [])
+    for name in names:
+        out[name], out[f"{name}.scale"] = quantize_fp8(packed.get(name, packed["embed"]))
+    for i, layer in enumerate(scales or ()):
+        device = packed["embed"].device
+        for kind in PRODUCTS[:-1]:
+            out[f"{i}.{kind}.in"] = torch.tensor(layer[f"{kind}_in"], device=device)
+        out[f"{i}.kv_scale"] = torch.tensor([layer["k"], layer["v"]], device=device)
+    return out
+
+
+def random_packed(config: ModelConfig, device, *, seed: int = 0, is_head_fp8: bool = False) -> dict[str, torch.Tensor]:
+    """Random FP8 weights in the true shapes, made on the device, scaled so that activations stay of order one. For
+    timing only; no NaN code occurs."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    hidden, inner = config.hidden_size, config.intermediate_size
+    attended = config.num_heads * config.head_dim
+    shapes = {"qkv": (config.qkv_rows, hidden), "o": (hidden, attended)}
+    shapes |= {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}
+
+    def dense(rows: int) -> torch.Tensor:
+        out = torch.empty(rows, hidden, dtype=torch.bfloat16, device=device)
+        return out.normal_(0, hidden**-0.5, generator=generator)
+
+    def fp8(name: str, rows: int, columns: int) -> dict[str, torch.Tensor]:
+        codes = random_fp8(rows, columns, device, generator)
+        spread = 0.56 * columns**0.5  # these codes have a standard deviation of about 0.56
+        return {name: codes, f"{name}.scale": torch.full((rows,), 1.0 / spread, device=device)}
+
+    packed = {
+        "embed": dense(config.vocab_size) * hidden**0.5,
+        "norm": torch.ones(hidden, dtype=torch.bfloat16, device=device),
+    }
+    if is_head_fp8:
+        packed |= fp8("head", config.vocab_size, hidden)
+    else:
+        packed["head"] = dense(config.vocab_size)
+    for i in range(config.num_layers):
+        for kind, (rows, columns) in shapes.items():
+            packed |= fp8(f"{i}.{kind}", rows, columns)
+            packed[f"{i}.{kind}.in"] = torch.tensor(8.0 / 448.0, device=device)
+        packed[f"{i}.kv_scale"] = torch.tensor([8.0 / 448.0] * 2, device=device)
+        for name in ("input_norm", "post_norm"):
+            packed[f"{i}.{name}"] = torch.ones(hidden, dtype=torch.bfloat16, device=device)
+    return packed
+
+
+# ------------------------------------------------------------------------------------------------------------- tuning
+
+
+def candidates(kind: str, n: int, k: int, item_bytes: int, processors: int) -> list[dict[str, int]]:
+    """Tactics worth timing for a product [n, k]: those whose tiles fit shared memory and give every processor work.
+
+    FP8 tiles have 64 features at least: below that Hopper's own FP8 instruction does not apply.
+    """
+    depths, widths = ((128, 256, 512), (64, 128)) if item_bytes == 1 else ((64, 128, 256), (16, 32, 64, 128))
+    found = []
+    for block_n, depth, split, stages in itertools.product(widths, depths, (1, 2, 4, 8), (3, 4, 6)):
+        rows = 2 * block_n if kind == "gate_up" else block_n
+        tile_bytes = (rows + 16) * depth * item_bytes
+        programs = -(-n // (rows if kind == "gate_up" else block_n)) * split
+        in_flight = tile_bytes * stages * max(1, min(programs / processors, 2))
+        if split > 1 and (kind in ("gate_up", "head") or k // split < 2 * depth):
+            continue
+        if tile_bytes * stages > 200_000 or in_flight < 48_000 or programs < processors // 2:
+            continue
+        if programs > 24 * processors and block_n < 64:
+            continue
+        found.append({"block_n": block_n, "block_k": depth, "split_k": split, "stages": stages, "warps": 4})
+    return found
+
+
+def tune(model: GpuModel, say: Callable[[str], None], *, limit: int = 14) -> tuple[Tactics, dict[str, Any]]:
+    """Time the candidates on the model's own weights, all layers in turn, and pick. Returns (tactics, timings).
+
+    timings: product -> rows -> {"us": microseconds per product, "tb_s": achieved read rate}.
+    """
+    processors = torch.cuda.get_device_properties(model.device).multi_processor_count
+    tactics: Tactics = {}
+    report: dict[str, Any] = {}
+    for kind in PRODUCTS:
+        weights = [model.head] if kind == "head" else [getattr(layer, kind) for layer in model.layers]
+        n, k = weights[0].data.shape
+        size = weights[0].data.element_size()
+        measured = []
+        for tactic in _spread(candidates(kind, n, k, size, processors), limit) or [dict(PLAIN_TACTIC)]:
+            times = _try(model, kind, weights, tactic)
+            if times is not None:
+                measured.append((sum(times.values()), tactic, times))
+        if not measured:
+            measured = [(0.0, dict(PLAIN_TACTIC), dict.fromkeys(TUNED_ROWS, float("nan")))]
+        _, best, times = min(measured, key=lambda m: m[0])
+        tactics[kind] = {str(rows): dict(best) for rows in ROW_BUCKETS}
+        report[kind] = {
+            str(rows): {"us": round(us, 2), "tb_s": round(n * k * size / us / 1e6, 3)} for rows, us in times.items()
+        }
+        say(f"  {kind} {n}x{k}: {best} {report[kind]}")
+    return tactics, report
+
+
+def _spread(found: list[dict[str, int]], limit: int) -> list[dict[str, int]]:
+    if len(found) <= limit:
+        return found
+    step = len(found) / limit
+    return [found[int(i * step)] for i in range(limit)]
+
+
+def _try(model: GpuModel, kind: str, weights: Sequence[Weight], tactic: Mapping[str, int]) -> dict[int, float] | None:
+    """Microseconds per product at the tuned row counts; None if the kernel does not fit this GPU."""
+    from .kernels import Tactic, gate_up, linear
+
+    made, times = Tactic(**tactic), {}
+    for rows in TUNED_ROWS:
+        x, scale = _activation(weights[0], rows, model.device)
+        out_scale = model.layers[0].down_in
+
+        def run(rows: int = rows, x=x, scale=scale) -> None:
+            for weight in weights:
+                if kind == "gate_up":
+                    gate_up(x, scale, weight.data, weight.scale, out_scale, made)
+                else:
+                    linear(x, scale, weight.data, weight.scale, made)
+
+        try:
+            times[rows] = graph_time_us(run, passes=max(1, 64 // len(weights))) / len(weights)
+        except Exception as problem:  # noqa: BLE001 - Triton reports an unfit tile by many exception types
+            if "out of resource" not in str(problem).lower() and "OutOfResources" not in type(problem).__name__:
+                raise
+            return None
+    return times
+
+
+def _activation(weight: Weight, rows: int, device) -> tuple[torch.Tensor, torch.Tensor | None]:
+    generator = torch.Generator(device=device).manual_seed(rows)
+    x = torch.randn(rows, weight.data.shape[1], device=device, generator=generator)
+    if weight.scale is None:
+        return x.to(torch.bfloat16), None
+    return x.to(torch.float8_e4m3fn), torch.ones(max(rows, 64), device=device)
+
+
+def graph_time_us(run: Callable[[], None], *, passes: int = 1, repeats: int = 5) -> float:
+    """Median microseconds of `run` replayed as a CUDA graph (`passes` copies in one graph)."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(passes):
+            run()
+    graph.replay()
+    samples = []
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        samples.append(begin.elapsed_time(end) * 1e3 / passes)
+    return sorted(samples)[len(samples) // 2]
+
+
+def describe(tactics: Tactics) -> list[str]:
+    """One line per product, for a person."""
+    return [f"{kind}: {asdict_line(table['1'])}" for kind, table in tactics.items()]
+
+
+def asdict_line(tactic: Any) -> str:
+    fields = tactic if isinstance(tactic, Mapping) else asdict(tactic)
+    return ", ".join(f"{name} {value}" for name, value in fields.items())

@@ -1,0 +1,240 @@
+"""The decoder on a GPU: packed FP8 or bf16 weights, a paged KV cache, and a step that a CUDA graph can hold.
+
+`step` is a fixed sequence of launches over fixed buffers: nothing is read back, no shape depends on data. It works for
+1 to 64 rows; `prefill` is that step over and over. Which implementation each part uses is an `Ops` table: the Triton
+kernels, or plain torch for those switched off by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..errors import OptionError
+from . import reference
+from .model import ModelConfig, inverse_frequencies
+
+MAX_STEP_ROWS = 64
+PAGE = reference.PAGE
+KERNELS = ("linear", "gate_up", "add_norm", "quantize_rows", "attention", "argmax")
+
+
+@dataclass(frozen=True)
+class Ops:
+    """The functions a step is made of, each from `kernels.py` unless it is switched off."""
+
+    linear: Callable[..., torch.Tensor]
+    gate_up: Callable[..., torch.Tensor]
+    add_norm: Callable[..., Any]
+    quantize_rows: Callable[..., Any]
+    attention: Callable[..., torch.Tensor]
+    argmax: Callable[..., None]
+    pdl: bool
+
+    @classmethod
+    def make(cls, *, off: Iterable[str] = (), pdl: bool = True) -> Ops:
+        """off: names from `KERNELS` to run as plain torch instead ("all" for every one). Raises `OptionError`."""
+        off = set(KERNELS) if "all" in off else set(off)
+        if unknown := off - set(KERNELS):
+            raise OptionError(f"there is no kernel {sorted(unknown)[0]!r}", f"one of {', '.join(KERNELS)}, or all")
+        library: ModuleType = reference
+        if off != set(KERNELS):
+            from . import kernels as library
+        chosen = {name: getattr(reference if name in off else library, name) for name in KERNELS}
+        return cls(**chosen, pdl=pdl)
+
+
+@dataclass
+class Weight:
+    """One matrix [n, k], FP8 with a float32 scale per output row, or bf16 without. tactics: row bucket -> `Tactic`."""
+
+    data: torch.Tensor
+    scale: torch.Tensor | None
+    tactics: Mapping[int, Any] = field(default_factory=dict)
+
+    def tactic(self, rows: int) -> Any:
+        return next((t for bucket, t in sorted(self.tactics.items()) if bucket >= rows), None)
+
+
+@dataclass
+class Layer:
+    """One decoder layer. The `*_in` are calibrated activation scales (float32 scalars) of the four products, or None:
+    then activations are quantized row by row (FP8 weights) or not at all (bf16 weights)."""
+
+    config: ModelConfig
+    cos: torch.Tensor
+    sin: torch.Tensor
+    input_norm: torch.Tensor
+    post_norm: torch.Tensor
+    qkv: Weight
+    o: Weight
+    gate_up: Weight
+    down: Weight
+    qkv_bias: torch.Tensor | None = None
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+    kv_scale: torch.Tensor | None = None
+    qkv_in: torch.Tensor | None = None
+    o_in: torch.Tensor | None = None
+    gate_up_in: torch.Tensor | None = None
+    down_in: torch.Tensor | None = None
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.qkv.scale is not None
+
+
+def rotary_tables(config: ModelConfig, positions: int, device) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin, float32 [positions, head_dim / 2]."""
+    angles = torch.outer(torch.arange(positions, dtype=torch.float32), inverse_frequencies(config)).to(device)
+    return angles.cos().contiguous(), angles.sin().contiguous()
+
+
+class PrefillStep:
+    """64 rows of one sequence over fixed buffers, its logits dropped; captured as a graph on a GPU."""
+
+    def __init__(self, model: GpuModel, table: torch.Tensor) -> None:
+        device = model.device
+        self.model, self.table = model, table
+        self.tokens = torch.zeros(MAX_STEP_ROWS, dtype=torch.long, device=device)
+        self.length = torch.zeros(1, dtype=torch.int32, device=device)
+        self.slot = torch.full((1,), table.shape[0] - 1, dtype=torch.int32, device=device)
+        self._graph: Any = None
+        if device.type == "cuda":
+            self._graph = captured(self._step)
+
+    def run(self, ids: Sequence[int], slot: int, start: int) -> None:
+        padded = list(ids) + [ids[-1]] * (MAX_STEP_ROWS - len(ids))
+        self.tokens.copy_(torch.tensor(padded))
+        self.length.fill_(start)
+        self.slot.fill_(slot)
+        if self._graph is not None:
+            self._graph.replay()
+        else:
+            self._step()
+
+    def _step(self) -> None:
+        self.model.body(self.tokens, self.table, self.length, self.slot, MAX_STEP_ROWS)
+
+
+def captured(run: Callable[[], None]) -> Any:
+    """A CUDA graph of `run`, which is rehearsed twice beforehand so that every kernel is compiled."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
+class GpuModel:
+    """Weights, cache and step. caches: one tensor [pages, 2, kv_heads, PAGE, dim] per layer. The last page is scratch:
+    rows of unused slots write there."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layers: Sequence[Layer],
+        embed: torch.Tensor,
+        norm: torch.Tensor,
+        head: Weight,
+        *,
+        pages: int,
+        max_positions: int,
+        ops: Ops,
+        kv_dtype: torch.dtype = torch.bfloat16,
+        max_sequences: int = 1,
+    ) -> None:
+        self.config, self.layers, self.embed, self.norm, self.head, self.ops = config, layers, embed, norm, head, ops
+        self.device, self.max_positions, self.pages = embed.device, max_positions, pages
+        shape = (pages, 2, config.num_kv_heads, PAGE, config.head_dim)
+        self.caches = [torch.zeros(shape, dtype=kv_dtype, device=self.device) for _ in layers]
+        self._prefill_step: PrefillStep | None = None
+        self.scratch: Any = None
+        if "kernels" in ops.attention.__module__:
+            from .kernels import AttentionScratch
+
+            widest = max((AttentionScratch.make(n, MAX_STEP_ROWS // n, config, max_positions, self.device)
+                          for n in {1, max_sequences}), key=lambda scratch: scratch.acc.numel())  # fmt: skip
+            self.scratch = widest
+
+    @torch.inference_mode()
+    def step(
+        self,
+        tokens: torch.Tensor,
+        table: torch.Tensor,
+        lengths: torch.Tensor,
+        slots: torch.Tensor,
+        rows: int,
+        tree: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Logits float32 [sequences * rows, V] for `rows` tokens of each sequence, written behind `lengths` tokens.
+
+        tokens: int [sequences * rows], at most 64. table: int32 [slots, blocks]. lengths, slots: int32 [sequences].
+        """
+        x, parts = self.body(tokens, table, lengths, slots, rows, tree)
+        h, scale = self.ops.add_norm(
+            x, parts, self.norm, self.config.rms_norm_eps, None, self.head.scale is not None, self.ops.pdl
+        )
+        return self._product(self.head, h, scale)[0]
+
+    @torch.inference_mode()
+    def body(self, tokens, table, lengths, slots, rows: int, tree=None) -> tuple[torch.Tensor, torch.Tensor]:
+        """All layers. Returns the residual [sequences * rows, H] bf16 and the partials still to be added to it."""
+        ops, eps = self.ops, self.config.rms_norm_eps
+        x, parts = F.embedding(tokens, self.embed), None
+        for layer, cache in zip(self.layers, self.caches, strict=True):
+            h, scale = ops.add_norm(x, parts, layer.input_norm, eps, layer.qkv_in, layer.is_fp8, ops.pdl)
+            parts = self._product(layer.qkv, h, scale)
+            h = ops.attention(
+                parts, layer, cache, table, lengths, slots, rows, self.max_positions, self.scratch, layer.o_in,
+                tree=tree, pdl=ops.pdl,
+            )  # fmt: skip
+            parts = self._product(layer.o, *self._quantized(layer, h, layer.o_in))
+            h, scale = ops.add_norm(x, parts, layer.post_norm, eps, layer.gate_up_in, layer.is_fp8, ops.pdl)
+            tactic = layer.gate_up.tactic(h.shape[0])
+            h = ops.gate_up(h, scale, layer.gate_up.data, layer.gate_up.scale, layer.down_in, tactic, ops.pdl)
+            parts = self._product(layer.down, *self._quantized(layer, h, layer.down_in))
+        return x, parts
+
+    @torch.inference_mode()
+    def prefill(self, ids: Sequence[int], table: torch.Tensor, slot: int) -> None:
+        """Append a stretch of text to the empty `slot`, 64 tokens a step; on a GPU the step is one graph.
+
+        Rows behind the text's end in the last step write positions that later steps write again. A prompt's last
+        token is left to `step`, so that whatever is computed from it comes from the kernels that decode.
+        """
+        if self._prefill_step is None:
+            self._prefill_step = PrefillStep(self, table)
+        for at in range(0, len(ids), MAX_STEP_ROWS):
+            self._prefill_step.run(list(ids[at : at + MAX_STEP_ROWS]), slot, at)
+
+    def _product(self, weight: Weight, x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+        return self.ops.linear(x, scale, weight.data, weight.scale, weight.tactic(x.shape[0]), self.ops.pdl)
+
+    def _quantized(
+        self, layer: Layer, x: torch.Tensor, scale: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """x with the scales [rows] its product needs: calibrated (x is FP8 already), its own, or none for bf16."""
+        if not layer.is_fp8:
+            return x, None
+        if scale is not None:
+            return x, self._rows(scale)
+        return self.ops.quantize_rows(x, self.ops.pdl)
+
+    def _rows(self, scale: torch.Tensor) -> torch.Tensor:
+        """A scalar scale as a vector for up to 64 rows; made once, since a graph must not make it anew."""
+        known = self.__dict__.setdefault("_scale_rows", {})
+        if scale.data_ptr() not in known:
+            known[scale.data_ptr()] = scale.expand(MAX_STEP_ROWS).contiguous()
+        return known[scale.data_ptr()]

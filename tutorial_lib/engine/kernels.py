@@ -1,0 +1,571 @@
+"""The Triton kernels of a decode step, for NVIDIA GPUs from compute capability 8.0 on.
+
+A step at batch 1 reads every weight once and does little else, so there are few kernels and each is shaped for 1 to 64
+rows. One layer is seven launches:
+
+    add_norm      residual += sum of split-K partials; RMSNorm; quantize
+    linear        q, k, v                                        (skinny product, split over K where that is faster)
+    attention     sum partials, rotate, append to the paged cache, attend, combine splits, quantize
+    linear        output projection
+    add_norm
+    gate_up       gate and up in one product, SiLU(gate) * up, quantize
+    linear        down projection, whose partials the next add_norm sums
+
+The order in which a row's numbers are added never depends on how many rows there are: tiles and splits are fixed
+positions in K and in the sequence. So a token verified among K others gets the very logits that plain decoding gives.
+
+Every launch may overlap the tail of the one before (programmatic dependent launch): it waits with `gdc_wait` before it
+touches anything another kernel wrote. `reference.py` has the same functions in plain torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import cuda as tl_cuda
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+PAGE = 64  # tokens per block of the KV cache, and per attention tile
+MAX_PROGRAMS = 32  # attention programs per head: beyond this many pages each takes several
+MAX_LANES = 128  # query vectors (rows times heads of a group) per attention program
+IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
+_WIDEN = tl.constexpr(IS_INTERPRETED)  # Triton's interpreter cannot multiply bf16: there, and only there, widen first
+
+
+@dataclass(frozen=True)
+class Tactic:
+    """How one matrix shape is multiplied: tile of output features, tile of K, K splits, pipeline stages, warps."""
+
+    block_n: int = 64
+    block_k: int = 256
+    split_k: int = 1
+    stages: int = 4
+    warps: int = 4
+
+
+def row_block(rows: int) -> int:
+    """Rows a product is padded to: the tensor cores work on 16 at least."""
+    return max(16, triton.next_power_of_2(rows))
+
+
+def launch_options(pdl: bool) -> dict:
+    return {"launch_pdl": True} if pdl and not IS_INTERPRETED else {}
+
+
+@triton.jit
+def _dot(a, b, acc):
+    if _WIDEN:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
+    return tl.dot(a, b, acc)
+
+
+# --------------------------------------------------------------------------------------------------------- products
+
+
+@triton.jit
+def _linear_kernel(
+    x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, out_ptr, rows, n, k,
+    SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out[split, m, n] = sum over this split's k of w[n, k] x[m, k], times both scales."""
+    features = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    split = tl.program_id(1)
+    m = tl.arange(0, BLOCK_M)
+    depth = tl.arange(0, BLOCK_K)
+    k_per_split = tl.cdiv(tl.cdiv(k, BLOCK_K), SPLIT_K) * BLOCK_K
+    start = split * k_per_split
+    end = tl.minimum(start + k_per_split, k)
+    inside_n = features[:, None] < n
+    if PDL:
+        tl_cuda.gdc_wait()
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for at in tl.range(start, end, BLOCK_K, num_stages=STAGES):
+        kk = at + depth
+        w = tl.load(
+            w_ptr + features[:, None].to(tl.int64) * k + kk[None, :], mask=inside_n & (kk[None, :] < end), other=0.0
+        )
+        x = tl.load(x_ptr + m[None, :] * k + kk[:, None], mask=(m[None, :] < rows) & (kk[:, None] < end), other=0.0)
+        acc = _dot(w, x, acc)
+    if PDL:
+        tl_cuda.gdc_launch_dependents()
+    if SCALED:
+        w_scale = tl.load(w_scale_ptr + features, mask=features < n, other=0.0)
+        x_scale = tl.load(x_scale_ptr + m, mask=m < rows, other=0.0)
+        acc = acc * w_scale[:, None] * x_scale[None, :]
+    out = out_ptr + split * rows * n + m[None, :] * n + features[:, None]
+    tl.store(out, acc, mask=inside_n & (m[None, :] < rows))
+
+
+@triton.jit
+def _gate_up_kernel(
+    x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, out_ptr, out_scale_ptr, rows, inner, k,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    SCALED: tl.constexpr, QUANTIZED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out[m, n] = SiLU(gate row n of w · x[m]) * (up row n of w · x[m]); up rows start at `inner`."""
+    features = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.arange(0, BLOCK_M)
+    depth = tl.arange(0, BLOCK_K)
+    inside = features[:, None] < inner
+    gate_rows = w_ptr + features[:, None].to(tl.int64) * k
+    up_rows = gate_rows + inner.to(tl.int64) * k
+    if PDL:
+        tl_cuda.gdc_wait()
+    gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for at in tl.range(0, k, BLOCK_K, num_stages=STAGES):
+        kk = at + depth
+        inside_w = inside & (kk[None, :] < k)
+        x = tl.load(x_ptr + m[None, :] * k + kk[:, None], mask=(m[None, :] < rows) & (kk[:, None] < k), other=0.0)
+        gate = _dot(tl.load(gate_rows + kk[None, :], mask=inside_w, other=0.0), x, gate)
+        up = _dot(tl.load(up_rows + kk[None, :], mask=inside_w, other=0.0), x, up)
+    if PDL:
+        tl_cuda.gdc_launch_dependents()
+    if SCALED:
+        x_scale = tl.load(x_scale_ptr + m, mask=m < rows, other=0.0)[None, :]
+        gate *= tl.load(w_scale_ptr + features, mask=features < inner, other=0.0)[:, None] * x_scale
+        up *= tl.load(w_scale_ptr + inner + features, mask=features < inner, other=0.0)[:, None] * x_scale
+    hidden = gate / (1.0 + tl.exp(-gate)) * up
+    if QUANTIZED:
+        hidden = tl.clamp(hidden / tl.load(out_scale_ptr), -448.0, 448.0)
+    out = out_ptr + m[None, :] * inner + features[:, None]
+    tl.store(out, hidden.to(out_ptr.dtype.element_ty), mask=inside & (m[None, :] < rows))
+
+
+def linear(x, x_scale, weight, weight_scale, tactic: Tactic, pdl: bool = False) -> torch.Tensor:
+    """Partial sums of x · weightᵀ: float32 [split_k, rows, n]. x [rows, k] and weight [n, k] share a dtype; the
+    scales ([rows] and [n], float32) are None for bf16."""
+    rows, k = x.shape
+    n = weight.shape[0]
+    out = torch.empty(tactic.split_k, rows, n, device=x.device, dtype=torch.float32)
+    grid = (triton.cdiv(n, tactic.block_n), tactic.split_k)
+    _linear_kernel[grid](
+        x, x_scale, weight, weight_scale, out, rows, n, k,
+        SPLIT_K=tactic.split_k, BLOCK_M=row_block(rows), BLOCK_N=tactic.block_n, BLOCK_K=tactic.block_k,
+        STAGES=tactic.stages, SCALED=weight_scale is not None, PDL=pdl and not IS_INTERPRETED,
+        num_warps=tactic.warps, **launch_options(pdl),
+    )  # fmt: skip
+    return out
+
+
+def gate_up(x, x_scale, weight, weight_scale, out_scale, tactic: Tactic, pdl: bool = False) -> torch.Tensor:
+    """SiLU(gate) * up, [rows, inner]: FP8 by `out_scale` (a float32 scalar tensor), or bf16 if that is None.
+    weight: [2 * inner, k], gate rows first."""
+    rows, k = x.shape
+    inner = weight.shape[0] // 2
+    out = torch.empty(rows, inner, device=x.device, dtype=FP8 if out_scale is not None else torch.bfloat16)
+    _gate_up_kernel[(triton.cdiv(inner, tactic.block_n),)](
+        x, x_scale, weight, weight_scale, out, out_scale, rows, inner, k,
+        BLOCK_M=row_block(rows), BLOCK_N=tactic.block_n, BLOCK_K=tactic.block_k, STAGES=tactic.stages,
+        SCALED=weight_scale is not None, QUANTIZED=out_scale is not None, PDL=pdl and not IS_INTERPRETED,
+        num_warps=tactic.warps, **launch_options(pdl),
+    )  # fmt: skip
+    return out
+
+
+# ------------------------------------------------------------------------------------------------- norm and quantize
+
+
+@triton.jit
+def _add_norm_kernel(
+    residual_ptr, parts_ptr, weight_ptr, out_ptr, scale_in_ptr, scale_out_ptr, rows, width, eps,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr, QUANT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One row: residual += sum of partials, then RMSNorm. QUANT: 0 bf16 out, 1 given scale, 2 this row's own."""
+    row = tl.program_id(0)
+    i = tl.arange(0, BLOCK)
+    inside = i < width
+    weight = tl.load(weight_ptr + i, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
+    x = tl.load(residual_ptr + row * width + i, mask=inside, other=0.0).to(tl.float32)
+    if SPLITS > 0:
+        added = tl.zeros([BLOCK], tl.float32)
+        for s in tl.static_range(SPLITS):
+            added += tl.load(parts_ptr + (s * rows + row) * width + i, mask=inside, other=0.0)
+        x = (x + added).to(tl.bfloat16).to(tl.float32)
+        tl.store(residual_ptr + row * width + i, x.to(tl.bfloat16), mask=inside)
+    x = x * tl.rsqrt(tl.sum(x * x, 0) / width + eps) * weight
+    if QUANT == 0:
+        tl.store(out_ptr + row * width + i, x.to(tl.bfloat16), mask=inside)
+    else:
+        if QUANT == 1:
+            scale = tl.load(scale_in_ptr)
+        else:
+            scale = tl.maximum(tl.max(tl.abs(x), 0), 1e-6) / 448.0
+        tl.store(scale_out_ptr + row, scale)
+        x = tl.clamp(x / scale, -448.0, 448.0)
+        tl.store(out_ptr + row * width + i, x.to(tl.float8e4nv), mask=inside)
+
+
+def add_norm(residual, parts, weight, eps: float, scale, is_quantized: bool, pdl: bool = False):
+    """residual [rows, width] bf16 += sum(parts [splits, rows, width] float32), in place; returns its RMSNorm.
+
+    (bf16 [rows, width], None), or if `is_quantized` (FP8 [rows, width], float32 scales [rows]): by the calibrated
+    `scale` (float32 scalar tensor), or by each row's own largest value if `scale` is None. parts may be None.
+    """
+    rows, width = residual.shape
+    out = torch.empty(rows, width, device=residual.device, dtype=FP8 if is_quantized else torch.bfloat16)
+    scales = torch.empty(rows, device=residual.device, dtype=torch.float32) if is_quantized else None
+    _add_norm_kernel[(rows,)](
+        residual, parts, weight, out, scale, scales, rows, width, eps,
+        SPLITS=0 if parts is None else parts.shape[0], BLOCK=triton.next_power_of_2(width),
+        QUANT=0 if not is_quantized else 1 if scale is not None else 2, PDL=pdl and not IS_INTERPRETED,
+        num_warps=16 if width >= 4096 else 8, **launch_options(pdl),
+    )  # fmt: skip
+    return out, scales
+
+
+@triton.jit
+def _quantize_rows_kernel(x_ptr, out_ptr, scale_ptr, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0)
+    if PDL:
+        tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
+    largest = tl.zeros([BLOCK], tl.float32)
+    for at in range(0, width, BLOCK):
+        i = at + tl.arange(0, BLOCK)
+        largest = tl.maximum(
+            largest, tl.abs(tl.load(x_ptr + row * width + i, mask=i < width, other=0.0).to(tl.float32))
+        )
+    scale = tl.maximum(tl.max(largest, 0), 1e-6) / 448.0
+    tl.store(scale_ptr + row, scale)
+    for at in range(0, width, BLOCK):
+        i = at + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row * width + i, mask=i < width, other=0.0).to(tl.float32)
+        tl.store(out_ptr + row * width + i, tl.clamp(x / scale, -448.0, 448.0).to(tl.float8e4nv), mask=i < width)
+
+
+def quantize_rows(x, pdl: bool = False):
+    """bf16 [rows, width] -> (FP8 [rows, width], float32 scales [rows]), each row by its own largest value."""
+    rows, width = x.shape
+    out = torch.empty(rows, width, device=x.device, dtype=FP8)
+    scales = torch.empty(rows, device=x.device, dtype=torch.float32)
+    block = min(8192, triton.next_power_of_2(width))
+    _quantize_rows_kernel[(rows,)](
+        x, out, scales, width, BLOCK=block, PDL=pdl and not IS_INTERPRETED, num_warps=8, **launch_options(pdl)
+    )
+    return out, scales
+
+
+# -------------------------------------------------------------------------------------------------------- attention
+
+
+@triton.jit
+def _rotated_head(
+    parts_ptr, bias_ptr, norm_ptr, token, keep, column, cos, sin, total_rows, width, eps,
+    SPLITS: tl.constexpr, HALF: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr,
+):  # fmt: skip
+    """Sum partials of one head vector per lane row, add bias, normalize, rotate. Returns both halves, float32."""
+    d = tl.arange(0, HALF)
+    first = tl.zeros([token.shape[0], HALF], tl.float32)
+    second = tl.zeros([token.shape[0], HALF], tl.float32)
+    at = token[:, None] * width + column[:, None] + d[None, :]
+    for s in tl.static_range(SPLITS):
+        first += tl.load(parts_ptr + s * total_rows * width + at, mask=keep[:, None], other=0.0)
+        second += tl.load(parts_ptr + s * total_rows * width + at + HALF, mask=keep[:, None], other=0.0)
+    if HAS_BIAS:
+        first += tl.load(bias_ptr + column[:, None] + d[None, :]).to(tl.float32)
+        second += tl.load(bias_ptr + column[:, None] + d[None, :] + HALF).to(tl.float32)
+    if HAS_NORM:
+        mean = (tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF)
+        r = tl.rsqrt(mean + eps)[:, None]
+        first = first * r * tl.load(norm_ptr + d).to(tl.float32)[None, :]
+        second = second * r * tl.load(norm_ptr + d + HALF).to(tl.float32)[None, :]
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def _attention_kernel(
+    parts_ptr, bias_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, cache_ptr, kv_scale_ptr,
+    table_ptr, length_ptr, slot_ptr, mask_ptr, depth_ptr,
+    max_ptr, sum_ptr, acc_ptr, counter_ptr, out_ptr, out_scale_ptr,
+    rows, total_rows, max_blocks, softmax_scale, eps, window,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr, NEW: tl.constexpr,
+    SPLITS: tl.constexpr, TILES: tl.constexpr, PROGRAMS: tl.constexpr, TOKENS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_TREE: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    FP8_CACHE: tl.constexpr, QUANTIZED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: one sequence, one key head, TILES * TOKENS cache positions, up to LANES query vectors.
+
+    New rows sit at cache positions length … length + rows - 1. The program whose positions include a new row rotates
+    and appends that row's key and value itself, then reads its positions back like all others, so the order of
+    summation is that of absolute positions. The last program of a head to finish combines all of them.
+    """
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    DIM: tl.constexpr = 2 * HALF
+    WIDTH: tl.constexpr = (HEADS + 2 * KV_HEADS) * DIM
+    SPAN: tl.constexpr = TILES * TOKENS
+    sequence = tl.program_id(0) // KV_HEADS
+    kv_head = tl.program_id(0) % KV_HEADS
+    program = tl.program_id(1)
+    lanes_of = tl.program_id(0) * tl.num_programs(2) + tl.program_id(2)
+    if PDL:
+        tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
+    length = tl.load(length_ptr + sequence)
+    begin = program * SPAN
+    total = length + rows
+    if begin < total:
+        slot = tl.load(slot_ptr + sequence)
+        table = table_ptr + slot * max_blocks
+        d_half = tl.arange(0, HALF)
+        d = tl.arange(0, DIM)
+        page_stride = 2 * KV_HEADS * TOKENS * DIM
+        if FP8_CACHE:
+            k_scale = tl.load(kv_scale_ptr)
+            v_scale = tl.load(kv_scale_ptr + 1)
+
+        # ---- append the new keys and values that belong to these positions
+        new = tl.arange(0, NEW)
+        at = length + new
+        mine = (new < rows) & (at >= begin) & (at < begin + SPAN)
+        if length + rows > begin:
+            row = sequence * rows + new
+            where = at
+            if HAS_TREE:
+                where = length + tl.load(depth_ptr + row, mask=new < rows, other=0)
+            cos = tl.load(cos_ptr + where[:, None] * HALF + d_half[None, :], mask=mine[:, None], other=0.0)
+            sin = tl.load(sin_ptr + where[:, None] * HALF + d_half[None, :], mask=mine[:, None], other=0.0)
+            column = tl.zeros([NEW], tl.int32) + (HEADS + kv_head) * DIM
+            k1, k2 = _rotated_head(
+                parts_ptr, bias_ptr, k_norm_ptr, row, mine, column, cos, sin, total_rows, WIDTH, eps,
+                SPLITS, HALF, HAS_BIAS, HAS_NORM,
+            )  # fmt: skip
+            v = tl.zeros([NEW, DIM], tl.float32)
+            v_at = row[:, None] * WIDTH + (HEADS + KV_HEADS + kv_head) * DIM + d[None, :]
+            for s in tl.static_range(SPLITS):
+                v += tl.load(parts_ptr + s * total_rows * WIDTH + v_at, mask=mine[:, None], other=0.0)
+            if HAS_BIAS:
+                v += tl.load(bias_ptr + (HEADS + KV_HEADS + kv_head) * DIM + d).to(tl.float32)[None, :]
+            if FP8_CACHE:
+                k1 = tl.clamp(k1 / k_scale, -448.0, 448.0)
+                k2 = tl.clamp(k2 / k_scale, -448.0, 448.0)
+                v = tl.clamp(v / v_scale, -448.0, 448.0)
+            page = tl.load(table + at // TOKENS, mask=mine, other=0).to(tl.int64)
+            k_at = page * page_stride + (kv_head * TOKENS + at % TOKENS) * DIM
+            v_at2 = k_at + KV_HEADS * TOKENS * DIM
+            kind = cache_ptr.dtype.element_ty
+            tl.store(cache_ptr + k_at[:, None] + d_half[None, :], k1.to(kind), mask=mine[:, None])
+            tl.store(cache_ptr + k_at[:, None] + HALF + d_half[None, :], k2.to(kind), mask=mine[:, None])
+            tl.store(cache_ptr + v_at2[:, None] + d[None, :], v.to(kind), mask=mine[:, None])
+            tl.debug_barrier()
+
+        # ---- queries: one lane per (row, head of the group)
+        lane = tl.arange(0, LANES)
+        vector = tl.program_id(2) * LANES + lane
+        q_new = vector // GROUP
+        q_head = kv_head * GROUP + vector % GROUP
+        is_lane = q_new < rows
+        q_row = sequence * rows + q_new
+        q_at = length + q_new
+        q_where = q_at
+        if HAS_TREE:
+            q_where = length + tl.load(depth_ptr + q_row, mask=is_lane, other=0)
+        q_cos = tl.load(cos_ptr + q_where[:, None] * HALF + d_half[None, :], mask=is_lane[:, None], other=0.0)
+        q_sin = tl.load(sin_ptr + q_where[:, None] * HALF + d_half[None, :], mask=is_lane[:, None], other=0.0)
+        q1, q2 = _rotated_head(
+            parts_ptr, bias_ptr, q_norm_ptr, q_row, is_lane, q_head * DIM, q_cos, q_sin, total_rows, WIDTH, eps,
+            SPLITS, HALF, HAS_BIAS, HAS_NORM,
+        )  # fmt: skip
+        q1 = (q1 * softmax_scale).to(tl.bfloat16)
+        q2 = (q2 * softmax_scale).to(tl.bfloat16)
+
+        # ---- online softmax over this program's tiles
+        top = tl.full([LANES], -1.0e30, tl.float32)
+        denominator = tl.zeros([LANES], tl.float32)
+        acc = tl.zeros([LANES, DIM], tl.float32)
+        token = tl.arange(0, TOKENS)
+        for tile in range(TILES):
+            first = begin + tile * TOKENS
+            if first < total:
+                page = tl.load(table + first // TOKENS).to(tl.int64)
+                base = cache_ptr + page * page_stride + kv_head * TOKENS * DIM
+                position = first + token
+                filled = position < total
+                k1 = tl.load(base + token[None, :] * DIM + d_half[:, None], mask=filled[None, :], other=0.0)
+                k2 = tl.load(base + token[None, :] * DIM + HALF + d_half[:, None], mask=filled[None, :], other=0.0)
+                v_base = base + KV_HEADS * TOKENS * DIM
+                v = tl.load(v_base + token[:, None] * DIM + d[None, :], mask=filled[:, None], other=0.0)
+                scores = tl.zeros([LANES, TOKENS], tl.float32)
+                scores = _dot(q1, k1.to(tl.bfloat16), scores)
+                scores = _dot(q2, k2.to(tl.bfloat16), scores)
+                if FP8_CACHE:
+                    scores *= k_scale
+                seen = position[None, :] <= q_at[:, None]
+                if HAS_TREE:
+                    offset = position - length
+                    inside = (offset >= 0) & (offset < rows)
+                    allowed = tl.load(
+                        mask_ptr + q_row[:, None] * rows + offset[None, :],
+                        mask=inside[None, :] & is_lane[:, None], other=0,
+                    )  # fmt: skip
+                    seen = (offset < 0)[None, :] | (inside[None, :] & (allowed != 0))
+                if HAS_WINDOW:
+                    seen = seen & (position[None, :] > q_where[:, None] - window)
+                scores = tl.where(seen, scores, -1.0e30)
+                new_top = tl.maximum(top, tl.max(scores, 1))
+                weight = tl.where(seen, tl.exp(scores - new_top[:, None]), 0.0)
+                rescale = tl.exp(top - new_top)
+                denominator = denominator * rescale + tl.sum(weight, 1)
+                acc = _dot(weight.to(tl.bfloat16), v.to(tl.bfloat16), acc * rescale[:, None])
+                top = new_top
+        if FP8_CACHE:
+            acc = acc * v_scale
+
+        # ---- combine: the last program of these lanes to arrive adds up all of them, in order
+        programs = tl.cdiv(total, SPAN)
+        scratch = (lanes_of * PROGRAMS + program) * LANES
+        tl.store(max_ptr + scratch + lane, top)
+        tl.store(sum_ptr + scratch + lane, denominator)
+        tl.store(acc_ptr + (scratch + lane)[:, None] * DIM + d[None, :], acc)
+        tl.debug_barrier()
+        arrived = tl.atomic_add(counter_ptr + lanes_of, 1, sem="acq_rel")
+        if arrived == programs - 1:
+            tl.store(counter_ptr + lanes_of, 0)
+            first = lanes_of * PROGRAMS * LANES
+            p = tl.arange(0, PROGRAMS)
+            at_all = first + p[:, None] * LANES + lane[None, :]
+            is_there = (p < programs)[:, None]
+            tops = tl.load(max_ptr + at_all, mask=is_there, other=-1.0e30)
+            best = tl.max(tops, 0)
+            sums = tl.load(sum_ptr + at_all, mask=is_there, other=0.0)
+            below = tl.sum(tl.exp(tops - best[None, :]) * sums, 0)
+            mixed = tl.zeros([LANES, DIM], tl.float32)
+            for group in range(0, programs, 4):  # four at a time, so that their loads overlap
+                for j in tl.static_range(4):
+                    at_p = first + (group + j) * LANES + lane
+                    keep = (lane * 0 + group + j) < programs
+                    factor = tl.exp(tl.load(max_ptr + at_p, mask=keep, other=-1.0e30) - best)
+                    part = tl.load(acc_ptr + at_p[:, None] * DIM + d[None, :], mask=keep[:, None], other=0.0)
+                    mixed += tl.where(keep, factor, 0.0)[:, None] * part
+            mixed = mixed / below[:, None]
+            if QUANTIZED:
+                mixed = tl.clamp(mixed / tl.load(out_scale_ptr), -448.0, 448.0)
+            out = out_ptr + q_row[:, None] * (HEADS * DIM) + q_head[:, None] * DIM + d[None, :]
+            tl.store(out, mixed.to(out_ptr.dtype.element_ty), mask=is_lane[:, None])
+
+
+def attention_shape(rows: int, group: int, max_positions: int) -> tuple[int, int, int, int]:
+    """(lanes per program, lane blocks, tiles per program, programs) of an attention launch."""
+    lanes = min(MAX_LANES, row_block(rows * group))
+    pages = triton.cdiv(max_positions, PAGE)
+    tiles = triton.next_power_of_2(triton.cdiv(pages, MAX_PROGRAMS))
+    return lanes, triton.cdiv(rows * group, lanes), tiles, triton.next_power_of_2(triton.cdiv(pages, tiles))
+
+
+@dataclass
+class AttentionScratch:
+    """Where programs leave their partial results: made once for the largest launch, shared by all layers."""
+
+    top: torch.Tensor
+    total: torch.Tensor
+    acc: torch.Tensor
+    counter: torch.Tensor
+
+    @classmethod
+    def make(cls, sequences: int, rows: int, config, max_positions: int, device) -> AttentionScratch:
+        """Enough for `sequences` sequences with `rows` rows each."""
+        group = config.num_heads // config.num_kv_heads
+        lanes, blocks, _, programs = attention_shape(rows, group, max_positions)
+        heads = sequences * config.num_kv_heads * blocks
+
+        def empty(count: int) -> torch.Tensor:
+            return torch.empty(count, device=device, dtype=torch.float32)
+
+        count = heads * programs * lanes
+        counter = torch.zeros(heads, device=device, dtype=torch.int32)
+        return cls(empty(count), empty(count), empty(count * config.head_dim), counter)
+
+
+def attention(
+    parts, layer, cache, block_table, lengths, slots, rows: int, max_positions: int, scratch: AttentionScratch,
+    out_scale, *, tree=None, pdl: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """Rotate, append, attend. Returns [sequences * rows, heads * dim]: FP8 by `out_scale`, or bf16 if that is None.
+
+    parts: float32 [splits, sequences * rows, (heads + 2 kv_heads) * dim], the q, k, v product. layer: an object with
+    `config`, `cos`, `sin` [positions, dim / 2], `qkv_bias`, `q_norm`, `k_norm`, `kv_scale` (float32 [2] or None).
+    cache: [pages, 2, kv_heads, PAGE, dim], bf16 or FP8, new rows are written into it. block_table: int32
+    [slots, blocks]. lengths: int32 [sequences], tokens already in the cache. slots: int32 [sequences]. max_positions:
+    the most tokens any sequence may hold after this step (fixes the launch). tree: None for a chain, else
+    (mask int8 [sequences * rows, rows], depth int32 [sequences * rows]).
+    """
+    config = layer.config
+    sequences, half = lengths.shape[0], config.head_dim // 2
+    group = config.num_heads // config.num_kv_heads
+    lanes, lane_blocks, tiles, programs = attention_shape(rows, group, max_positions)
+    out = torch.empty(
+        sequences * rows, config.num_heads * config.head_dim, device=parts.device,
+        dtype=FP8 if out_scale is not None else torch.bfloat16,
+    )  # fmt: skip
+    window = config.sliding_window
+    _attention_kernel[(sequences * config.num_kv_heads, programs, lane_blocks)](
+        parts, layer.qkv_bias, layer.q_norm, layer.k_norm, layer.cos, layer.sin, cache, layer.kv_scale,
+        block_table, lengths, slots, tree[0] if tree else None, tree[1] if tree else None,
+        scratch.top, scratch.total, scratch.acc, scratch.counter, out, out_scale,
+        rows, sequences * rows, block_table.shape[1], config.head_dim**-0.5, config.rms_norm_eps, window or 0,
+        HEADS=config.num_heads, KV_HEADS=config.num_kv_heads, HALF=half, LANES=lanes, NEW=row_block(rows),
+        SPLITS=parts.shape[0], TILES=tiles, PROGRAMS=programs, TOKENS=PAGE,
+        HAS_BIAS=layer.qkv_bias is not None, HAS_NORM=layer.q_norm is not None, HAS_TREE=tree is not None,
+        HAS_WINDOW=window is not None, FP8_CACHE=cache.dtype == FP8, QUANTIZED=out_scale is not None,
+        PDL=pdl and not IS_INTERPRETED, num_warps=4 if lanes <= 64 else 8, **launch_options(pdl),
+    )  # fmt: skip
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------- argmax, accept
+
+
+@triton.jit
+def _argmax_kernel(logits_ptr, best_ptr, where_ptr, vocab, tiles, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    row, tile = tl.program_id(0), tl.program_id(1)
+    if PDL:
+        tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
+    i = tile * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits_ptr + row.to(tl.int64) * vocab + i, mask=i < vocab, other=-float("inf"))
+    tl.store(best_ptr + row * tiles + tile, tl.max(x, 0))
+    tl.store(where_ptr + row * tiles + tile, tile * BLOCK + tl.argmax(x, 0))
+
+
+@triton.jit
+def _argmax_finish_kernel(best_ptr, where_ptr, out_ptr, out_stride, tiles, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0)
+    if PDL:
+        tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
+    i = tl.arange(0, BLOCK)
+    x = tl.load(best_ptr + row * tiles + i, mask=i < tiles, other=-float("inf"))
+    tl.store(out_ptr + row * out_stride, tl.load(where_ptr + row * tiles + tl.argmax(x, 0)))
+
+
+def argmax(logits, out, pdl: bool = False) -> None:
+    """out[row] = index of the largest logit (the first of equals). logits float32 [rows, vocab]; out int32 [rows],
+    any stride."""
+    rows, vocab = logits.shape
+    block = 2048
+    tiles = triton.cdiv(vocab, block)
+    best = torch.empty(rows, tiles, device=logits.device, dtype=torch.float32)
+    where = torch.empty(rows, tiles, device=logits.device, dtype=torch.int32)
+    on = pdl and not IS_INTERPRETED
+    _argmax_kernel[(rows, tiles)](logits, best, where, vocab, tiles, BLOCK=block, PDL=on, **launch_options(pdl))
+    _argmax_finish_kernel[(rows,)](
+        best, where, out, out.stride(0), tiles, BLOCK=triton.next_power_of_2(tiles), PDL=on, **launch_options(pdl)
+    )
+
+
+@triton.jit
+def _stamp_kernel(out_ptr):
+    tl.store(out_ptr, tl_cuda.globaltimer())
+
+
+def stamp(out: torch.Tensor) -> None:
+    """Write the GPU's clock (nanoseconds, int64) into `out` [1] when everything before it on the stream has run."""
+    _stamp_kernel[(1,)](out, num_warps=1)
