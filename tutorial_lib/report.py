@@ -75,6 +75,7 @@ def notebook_body(notebook: NotebookNode) -> str:
         for output in cell.get("outputs", []):
             if "data" in output:
                 output["data"] = _static(output["data"])
+    notebook.metadata.pop("widgets", None)
     body, _ = _exporter().from_notebook_node(notebook)
     return _without_outside(body)
 
