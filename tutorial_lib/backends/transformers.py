@@ -153,7 +153,8 @@ class TransformersBackend:
     def _generation_config(self, params: SamplingParams) -> GenerationConfig:
         options: dict[str, Any] = {"max_new_tokens": params.max_tokens, "pad_token_id": self._pad_id, **self._method}
         stops = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else self._eos_ids)
-        options["eos_token_id"] = sorted(stops) or None
+        # Without any, prompt lookup in transformers 4.57 fails: an id that no logit has stands for none.
+        options["eos_token_id"] = sorted(stops) or [self._model.config.vocab_size]
         if params.repetition_penalty is not None:
             options["repetition_penalty"] = params.repetition_penalty
         if params.is_greedy:
@@ -219,6 +220,7 @@ class Watcher(StoppingCriteria):
         self._drafted: tuple[int, ...] = ()
         self._rows: torch.Tensor | None = None
         self._forward_s = self._step_s = 0.0
+        self._is_target_step = False
 
     @contextmanager
     def attached_to(self, model: torch.nn.Module) -> Iterator[None]:
@@ -234,7 +236,7 @@ class Watcher(StoppingCriteria):
 
     def _before_target(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The target is given what it has not seen: the prompt or the last token, and after it the drafts."""
-        self._forward_s = time.perf_counter()
+        self._forward_s, self._is_target_step = time.perf_counter(), True
         given = kwargs["input_ids"][0]
         seen_before = len(self.prompt_ids) if not self.token_ids else 1
         self._drafted = tuple(given[seen_before:].tolist()) if given.shape[0] > seen_before else ()
@@ -245,6 +247,9 @@ class Watcher(StoppingCriteria):
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         """input_ids: [1, prompt + output so far]. Returns [1], True once the request has ended."""
+        if not self._is_target_step:  # transformers 4.57 asks after every step of the draft model too
+            return torch.tensor([False], device=input_ids.device)
+        self._is_target_step = False
         block = input_ids[0, len(self.prompt_ids) + len(self.token_ids) :].tolist()
         is_first = not self.token_ids
         emitted = self._emit(block)
