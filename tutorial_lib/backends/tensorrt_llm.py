@@ -69,7 +69,7 @@ class TensorRTLLMBackend:
         is_engine = is_engine_dir(model)
         if is_engine and flow not in (None, "engine"):
             raise OptionError(f"flow {flow!r} was asked of an engine directory", "flow 'engine'", "leave flow out")
-        asked = "engine" if is_engine or version.release < (1, 0) else flow
+        asked = flow or ("engine" if is_engine or version.release < (1, 0) else None)
         flow = choose_flow(version, method_of(speculative_config, asked), asked)
         if flow == "engine" and not is_engine:
             raise EngineDirError(

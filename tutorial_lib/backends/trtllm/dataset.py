@@ -36,6 +36,14 @@ def first_turns(tokenizer: Any) -> list[list[int]]:
     return [render(prompt, tokenizer) for prompt in load_prompts()]
 
 
+def _tokenizer(name: str) -> Any:
+    """Of a folder, whatever its weights are (FP8 ones too, or none yet); of anything else that `resolve` knows."""
+    from ...models import Checkpoint, load_tokenizer, resolve
+
+    folder = Path(name)
+    return load_tokenizer(Checkpoint(name, folder, {}) if folder.is_dir() else resolve(name))
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="dataset", description=__doc__)
     parser.add_argument("--tokenizer", required=True, help="folder or name of the target's checkpoint")
@@ -45,9 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     if arguments.output_tokens < 1:
         raise OptionError(f"--output-tokens is {arguments.output_tokens}", "a whole number >= 1")
-    from ...models import load_tokenizer, resolve
-
-    prompts = first_turns(load_tokenizer(resolve(arguments.tokenizer)))
+    prompts = first_turns(_tokenizer(arguments.tokenizer))
     output = Path(arguments.output)
     if output.suffix == ".csv":
         text = prompt_line(prompts[0])
