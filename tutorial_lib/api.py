@@ -8,12 +8,13 @@ refuses by name; nothing is dropped.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, overload
 
-from .config import DecodingBaseConfig, KvCacheConfig, SamplingParams
+from .config import DecodingBaseConfig, KvCacheConfig, SamplingParams, SimulatedAcceptance
 from .errors import OptionError, PromptError
 from .results import Generation
 
@@ -36,6 +37,7 @@ def build(
     max_batch_size: int = 8,
     max_seq_len: int | None = None,
     max_draft_len: int = 16,
+    device: str = "auto",
     overwrite: bool = False,
     say: Say = print,
 ) -> Path:
@@ -56,6 +58,7 @@ def build(
         max_batch_size=max_batch_size,
         max_seq_len=max_seq_len,
         max_draft_len=max_draft_len,
+        device=device,
         overwrite=overwrite,
         say=say,
     ).path
@@ -65,9 +68,12 @@ class LLM:
     """A target, perhaps with a drafter, ready to generate.
 
     model: a checkpoint (local folder, Hub id, "embedded:target", "dummy:<name>") or an engine directory; a checkpoint
-    is built into the cache first. speculative_config: the drafting method, None for plain decoding. dtype: "auto"
-    is float32 on a CPU. max_batch_size and max_seq_len: needed limits; None takes the engine's own, or the defaults
-    of `build`. Use it as a context manager, or `close()` it, to free its memory. Raises `WorkbookError`s.
+    is built into the cache first. speculative_config: the drafting method, None for plain decoding. device: "auto"
+    takes a GPU of compute capability 8.0 or newer, else the CPU. dtype: "auto" is float32 on a CPU, bfloat16 on a GPU.
+    max_batch_size and max_seq_len: needed limits; None takes the engine's own, or the defaults of `build`.
+    simulated_acceptance and kernels_off (names from `engine.gpu_model.KERNELS`, run as plain torch instead) are the
+    torch backend's own, on a GPU. Use it as a context manager, or `close()` it, to free its memory. Raises
+    `WorkbookError`s.
     """
 
     def __init__(
@@ -82,8 +88,14 @@ class LLM:
         max_seq_len: int | None = None,
         device: str = "auto",
         tensor_parallel_size: int = 1,
+        simulated_acceptance: SimulatedAcceptance | None = None,
+        kernels_off: Sequence[str] = (),
         say: Say = lambda line: None,
     ) -> None:
+        own = {"simulated_acceptance": simulated_acceptance, "kernels_off": kernels_off}
+        own = {name: value for name, value in own.items() if value}
+        if own and backend != "torch":
+            raise OptionError(f"{next(iter(own))} was given for backend {backend!r}", "backend 'torch'", "leave it out")
         if backend not in BACKENDS:
             raise OptionError(f"backend is {backend!r}", f"one of {', '.join(BACKENDS)}", "choose one of these")
         module, name = BACKENDS[backend]
@@ -97,6 +109,7 @@ class LLM:
             device=device,
             tensor_parallel_size=tensor_parallel_size,
             say=say,
+            **own,
         )
         self.speculative_config = speculative_config
 
@@ -111,7 +124,9 @@ class LLM:
         return self._backend.info
 
     @overload
-    def generate(self, inputs: Prompt, sampling_params: SamplingParams | None = None) -> Generation: ...
+    def generate(  # type: ignore[overload-overlap]
+        self, inputs: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Generation: ...
     @overload
     def generate(
         self, inputs: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -189,9 +204,7 @@ class GenerationStream:
 
     def result(self) -> Generation:
         """Run to the end and return the finished generation."""
-        last = None
-        for last in self._stream:
-            pass
+        last = next(iter(deque(self._stream, maxlen=1)), None)
         if last is None:
             raise OptionError("this stream was already read to its end", "a fresh one", "call generate_async again")
         return last

@@ -197,6 +197,21 @@ class EagleDecodingConfig(DecodingBaseConfig):
     num_eagle_layers: int | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class SimulatedAcceptance:
+    """Force how many drafts are accepted, to time an engine apart from any drafter's quality (random weights, say).
+
+    acceptance_length: mean tokens per round, bonus included, as vLLM's `synthetic_acceptance_length` and SGLang's
+    `SGLANG_SIMULATE_ACC_LEN` count; TensorRT-LLM's variable counts draft tokens only, one less. The schedule is the
+    one of least variance. Text made so is meaningless: every result says `is_simulated`.
+    """
+
+    acceptance_length: float
+
+    def __post_init__(self) -> None:
+        _need_float("acceptance_length", self.acceptance_length, 1)
+
+
 SpeculativeConfig = DecodingBaseConfig
 
 

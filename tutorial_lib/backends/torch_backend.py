@@ -10,10 +10,17 @@ from typing import Any
 
 import torch
 
-from ..config import DecodingBaseConfig, DraftTargetDecodingConfig, KvCacheConfig, NGramDecodingConfig, SamplingParams
+from ..config import (
+    DecodingBaseConfig,
+    DraftTargetDecodingConfig,
+    KvCacheConfig,
+    NGramDecodingConfig,
+    SamplingParams,
+    SimulatedAcceptance,
+)
 from ..drafters.draft_model import DraftModelDrafter
 from ..drafters.ngram import NGramDrafter
-from ..engine.build import build_engine, load_model, machine_arch
+from ..engine.build import build_engine, choose_device, load_model, machine_arch
 from ..engine.engine import Engine
 from ..engine_dir import EngineInfo, is_engine_dir, open_engine, require
 from ..errors import OptionError
@@ -21,6 +28,7 @@ from ..models import Checkpoint, check_pair, load_tokenizer, resolve
 from ..results import Generation
 
 METHODS = (DraftTargetDecodingConfig, NGramDecodingConfig)
+DEFAULT_MAX_DRAFT_LEN = 16
 
 
 class TorchBackend:
@@ -37,10 +45,24 @@ class TorchBackend:
         max_seq_len: int | None = None,
         device: str = "auto",
         tensor_parallel_size: int = 1,
+        simulated_acceptance: SimulatedAcceptance | None = None,
+        kernels_off: Sequence[str] = (),
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        _refuse_unsupported(speculative_config, kv_cache_config, device, tensor_parallel_size)
-        self._build = {"dtype": dtype, "max_batch_size": max_batch_size, "max_seq_len": max_seq_len, "say": say}
+        self.device = choose_device(device)
+        _refuse_unsupported(speculative_config, kv_cache_config, tensor_parallel_size, self.device)
+        if self.device == "cpu" and (simulated_acceptance is not None or kernels_off):
+            name = "kernels_off" if kernels_off else "simulated_acceptance"
+            raise OptionError(f"the torch backend on a CPU cannot honour {name}", "a GPU", "leave it out")
+        self._arch = machine_arch(self.device)
+        self._draft_len = speculative_config.max_draft_len if speculative_config else 0
+        self._build: dict[str, Any] = {
+            "dtype": dtype,
+            "max_batch_size": max_batch_size,
+            "max_seq_len": max_seq_len,
+            "say": say,
+        }
+        self._build["device"] = self.device
         target = self._open(model)
         if speculative_config is not None:
             require(target, max_draft_len=speculative_config.max_draft_len)
@@ -50,17 +72,24 @@ class TorchBackend:
             check_pair(_as_checkpoint(target), _as_checkpoint(drafter))
         start = time.perf_counter()
         self.tokenizer = load_tokenizer(_as_checkpoint(target))
-        self.engine: Engine | None = _assemble(target, drafter, speculative_config, self.tokenizer)
+        self.engine: Engine | None = None
+        if self.device == "cuda":
+            self.engine = _assemble_gpu(
+                target, drafter, speculative_config, self.tokenizer, kv_cache_config, simulated_acceptance, kernels_off
+            )
+        else:
+            self.engine = _assemble(target, drafter, speculative_config, self.tokenizer)
         self.info: dict[str, Any] = {
             "backend": "torch",
             "target": target.checkpoint,
             "drafter": _drafter_name(speculative_config, drafter),
             "dtype": target.dtype,
             "drafter_dtype": drafter.dtype if drafter else None,
-            "device": "cpu",
+            "device": self.device,
+            "is_simulated": simulated_acceptance is not None,
             "arch": target.arch,
             "threads": torch.get_num_threads(),
-            "max_draft_len": speculative_config.max_draft_len if speculative_config else 0,
+            "max_draft_len": self._draft_len,
             "limits": dict(target.manifest["limits"]),
             "tactics": target.tactics,
             "build_s": target.manifest["build"]["seconds"] + (drafter.manifest["build"]["seconds"] if drafter else 0.0),
@@ -86,6 +115,8 @@ class TorchBackend:
     def close(self) -> None:
         self.engine = None
         gc.collect()
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
 
     def _running(self) -> Engine:
         if self.engine is None:
@@ -94,7 +125,7 @@ class TorchBackend:
 
     def _open(self, model: str | Path) -> EngineInfo:
         if is_engine_dir(model):
-            info = open_engine(model, backend="torch", arch=machine_arch())
+            info = open_engine(model, backend="torch", arch=self._arch)
             asked = {k: self._build[k] for k in ("max_batch_size", "max_seq_len")}
             require(info, **asked)
             if self._build["dtype"] not in ("auto", info.dtype):
@@ -105,13 +136,14 @@ class TorchBackend:
                 )
             return info
         options = {k: v for k, v in self._build.items() if v is not None}
-        info = build_engine(resolve(str(model), say=options["say"]), **options)
-        return open_engine(info.path, backend="torch", arch=machine_arch())
+        draft_len = max(DEFAULT_MAX_DRAFT_LEN, self._draft_len)
+        info = build_engine(resolve(str(model), say=options["say"]), max_draft_len=draft_len, **options)
+        return open_engine(info.path, backend="torch", arch=self._arch)
 
     def _open_drafter(self, model: str | Path | None, target: EngineInfo) -> EngineInfo:
         """The drafter as long as the target, or as long as its own context reaches; beyond that it does not draft."""
         if is_engine_dir(str(model)):
-            info = open_engine(str(model), backend="torch", arch=machine_arch())
+            info = open_engine(str(model), backend="torch", arch=self._arch)
             require(info, max_batch_size=target.max_batch_size)
             return info
         checkpoint = resolve(str(model), say=self._build["say"])
@@ -122,28 +154,30 @@ class TorchBackend:
             max_batch_size=target.max_batch_size,
             max_seq_len=min(target.max_seq_len, own),
             max_draft_len=target.max_draft_len,
+            device=self.device,
             say=self._build["say"],
         )
-        return open_engine(info.path, backend="torch", arch=machine_arch())
+        return open_engine(info.path, backend="torch", arch=self._arch)
 
 
 def _refuse_unsupported(
-    speculative: DecodingBaseConfig | None, kv: KvCacheConfig | None, device: str, tensor_parallel_size: int
+    speculative: DecodingBaseConfig | None, kv: KvCacheConfig | None, tensor_parallel_size: int, device: str
 ) -> None:
     if speculative is not None and not isinstance(speculative, METHODS):
         raise OptionError(
-            f"the torch backend does not run {type(speculative).__name__}", f"one of {[m.__name__ for m in METHODS]}"
+            f"the torch backend does not run {type(speculative).__name__}",
+            f"one of {', '.join(m.__name__ for m in METHODS)}",
         )
-    if kv is not None and kv.changed_options():
+    honoured = {"dtype"} if device == "cuda" else set()
+    refused = [name for name in (kv.changed_options() if kv else []) if name not in honoured]
+    if refused:
         raise OptionError(
-            f"the torch backend on a CPU cannot honour KvCacheConfig({kv.changed_options()[0]}=…)",
+            f"the torch backend on a {device} device cannot honour KvCacheConfig({refused[0]}=…)",
             "its default",
             "leave it out",
         )
-    if device not in ("auto", "cpu"):
-        raise OptionError(f"device is {device!r}", "'auto' or 'cpu' for the torch backend", "leave it out")
     if tensor_parallel_size != 1:
-        raise OptionError(f"tensor_parallel_size is {tensor_parallel_size}", "1 on a CPU", "leave it out")
+        raise OptionError(f"tensor_parallel_size is {tensor_parallel_size}", "1", "leave it out")
 
 
 def _as_checkpoint(info: EngineInfo) -> Checkpoint:
@@ -167,6 +201,54 @@ def _assemble(
         target.eos_token_ids,
         drafter=proposer,
         max_draft_len=config.max_draft_len if config else 0,
+    )
+
+
+def _assemble_gpu(
+    target: EngineInfo,
+    drafter: EngineInfo | None,
+    config: DecodingBaseConfig | None,
+    tokenizer: Any,
+    kv: KvCacheConfig | None,
+    simulated: SimulatedAcceptance | None,
+    kernels_off: Sequence[str],
+) -> Engine:
+    from ..engine.gpu_build import load_gpu_model
+    from ..engine.gpu_model import Ops
+    from ..engine.graph import GpuEngine
+
+    is_fp8_cache = kv is not None and kv.dtype == "fp8"
+    for info in (target, drafter):
+        if is_fp8_cache and info is not None and info.dtype != "fp8":
+            raise OptionError(
+                f"KvCacheConfig(dtype='fp8') with the {info.dtype} engine of {info.checkpoint}",
+                "an fp8 engine: its build calibrates the cache's scales",
+                "build with dtype='fp8', or leave the cache's dtype out",
+            )
+    if drafter is not None and drafter.max_seq_len < target.max_seq_len:
+        raise OptionError(
+            f"the drafter's context ends at {drafter.max_seq_len} tokens and the target's at {target.max_seq_len}",
+            "a drafter as long as the target: rounds on a GPU always draft",
+            f"use max_seq_len={drafter.max_seq_len}",
+        )
+    k = config.max_draft_len if config else 0
+    kv_dtype = torch.float8_e4m3fn if is_fp8_cache else torch.bfloat16
+    ops = Ops.make(off=kernels_off)
+    model, _ = load_gpu_model(target, max_draft_len=k, kv_dtype=kv_dtype, ops=ops)
+    draft_model = draft_ids = None
+    if drafter is not None:
+        draft_model, draft_ids = load_gpu_model(drafter, max_draft_len=k, kv_dtype=kv_dtype, ops=ops)
+    return GpuEngine(
+        model,
+        tokenizer,
+        target.eos_token_ids,
+        max_slots=target.max_batch_size,
+        max_seq_len=target.max_seq_len,
+        draft_model=draft_model,
+        draft_ids=draft_ids,
+        host_drafter=NGramDrafter(config, target.eos_token_ids) if isinstance(config, NGramDecodingConfig) else None,
+        max_draft_len=k,
+        simulated_acceptance=simulated,
     )
 
 

@@ -1,7 +1,8 @@
-"""Compile a checkpoint into an engine directory for this machine's CPU, and load one.
+"""Compile a checkpoint into an engine directory for a CPU or a GPU of this machine, and load one.
 
 Building packs the weights (`model.pack`), quantizes them where asked, times the matrix kernels and stores the winner
-for each shape and row count (the tactic table). Loading reads, checks and packs; it decides nothing.
+for each shape and row count (the tactic table). Loading reads, checks and packs; it decides nothing. What is special
+to a GPU lives in `gpu_build.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from ..models import Checkpoint, cache_dir, load_tokenizer
 from .linear import choose_kernels, make_int8_linear, make_linear, quantize_int8
 from .model import Model, ModelConfig, pack
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.bfloat16}  # form -> activations
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.bfloat16}  # CPU form -> activations
+GPU_DTYPES = ("bfloat16", "fp8")
 LINEARS = ("qkv", "o", "gate_up", "down")
 DEFAULT_MAX_SEQ_LEN = 2048
 WEIGHTS = "model.safetensors"
@@ -31,9 +33,48 @@ WEIGHTS = "model.safetensors"
 Say = Callable[[str], None]
 
 
-def machine_arch() -> str:
-    """What a CPU engine is built for, for example "cpu-x86_64"."""
+def choose_device(device: str) -> str:
+    """ "cpu" or "cuda" for "auto", "cpu" or "cuda": auto takes a GPU of compute capability 8.0 or newer.
+
+    Raises `OptionError` for a GPU that is not there or too old.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise OptionError(f"device is {device!r}", "'auto', 'cpu' or 'cuda'", "choose one of these")
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return "cpu"
+    if not torch.cuda.is_available():
+        raise OptionError("device 'cuda' was asked for and this torch sees no GPU", "an NVIDIA GPU", "use device='cpu'")
+    capability = torch.cuda.get_device_capability()
+    if capability >= (8, 0):
+        return "cuda"
+    if device == "auto":
+        return "cpu"
+    raise OptionError(
+        f"the GPU has compute capability {capability[0]}.{capability[1]}", "8.0 or newer", "use device='cpu'"
+    )
+
+
+def machine_arch(device: str = "cpu") -> str:
+    """What an engine for `device` is built for: "cpu-x86_64", "sm_90"."""
+    if device == "cuda":
+        return "sm_{}{}".format(*torch.cuda.get_device_capability())
     return f"cpu-{platform.machine()}"
+
+
+def choose_dtype(dtype: str, device: str) -> str:
+    """The weights' form: "auto" is float32 on a CPU and bfloat16 on a GPU. Raises `OptionError` for one it has not."""
+    if dtype == "auto":
+        return "bfloat16" if device == "cuda" else "float32"
+    known = GPU_DTYPES if device == "cuda" else tuple(DTYPES)
+    if dtype not in known:
+        raise OptionError(
+            f"dtype is {dtype!r}", f"auto, {', '.join(known)} on a {device} device", "choose one of these"
+        )
+    if dtype == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+        raise OptionError(
+            "dtype is 'fp8' and this GPU has no FP8 units", "compute capability 8.9", "use dtype='bfloat16'"
+        )
+    return dtype
 
 
 def build_engine(
@@ -44,31 +85,39 @@ def build_engine(
     max_batch_size: int = 8,
     max_seq_len: int | None = None,
     max_draft_len: int = 16,
+    device: str = "auto",
     overwrite: bool = False,
     say: Say = print,
 ) -> EngineInfo:
     """Build `output_dir` (default: a folder of the cache named by everything that matters, reused if it is there).
 
-    dtype: "float32" (exact; what "auto" means on a CPU), "bfloat16", or "int8" (weight-only, bfloat16 activations).
-    max_seq_len: prompt and output together, None for the smaller of 2048 and the model's own limit. Raises
-    `OptionError` for a limit the model does not have, `EngineDirError` for an output directory that cannot be used.
+    dtype: on a CPU "float32" (exact; what "auto" means there), "bfloat16", or "int8" (weight-only, bfloat16
+    activations); on a GPU "bfloat16" ("auto") or "fp8" (weights and activations, calibrated). max_seq_len: prompt and
+    output together, None for the smaller of 2048 and the model's own limit. Raises `OptionError` for a limit the model
+    does not have, `EngineDirError` for an output directory that cannot be used.
     """
-    dtype = "float32" if dtype == "auto" else dtype
-    if dtype not in DTYPES:
-        raise OptionError(f"dtype is {dtype!r}", f"auto, {', '.join(DTYPES)}", "choose one of these")
+    device = choose_device(device)
+    dtype, arch = choose_dtype(dtype, device), machine_arch(device)
     config = ModelConfig.from_hf(checkpoint.config)
     limits = {
         "max_batch_size": _at_least("max_batch_size", max_batch_size, 1),
         "max_seq_len": _sequence_limit(max_seq_len, config),
         "max_draft_len": _at_least("max_draft_len", max_draft_len, 0),
     }
-    wanted = {"checkpoint_fingerprint": checkpoint.fingerprint(), "dtype": dtype, "limits": limits}
+    wanted = {"checkpoint_fingerprint": checkpoint.fingerprint(), "dtype": dtype, "limits": limits, "arch": arch}
     if output_dir is None:
         output_dir = cache_dir() / "engines" / _cache_name(checkpoint.name, wanted)
 
     def write(staging: Path) -> dict[str, Any]:
-        say(f"building {checkpoint.name} for {machine_arch()}, {dtype}")
-        return _write(staging, checkpoint, config, dtype, limits, say)
+        say(f"building {checkpoint.name} for {arch}, {dtype}")
+        if device == "cuda":
+            from .gpu_build import write_engine
+
+            made = write_engine(staging, checkpoint, config, dtype, limits, say)
+        else:
+            made = _write(staging, checkpoint, config, dtype, say)
+        load_tokenizer(checkpoint).save_pretrained(staging)
+        return _manifest(checkpoint, dtype, arch, limits, made)
 
     return create(output_dir, write, overwrite=overwrite, wanted=wanted, say=say)
 
@@ -89,7 +138,7 @@ def _sequence_limit(asked: int | None, config: ModelConfig) -> int:
 
 
 def _cache_name(name: str, wanted: Mapping[str, Any]) -> str:
-    key = json.dumps([wanted, FORMAT_VERSION, machine_arch(), torch.__version__, torch.get_num_threads()])
+    key = json.dumps([wanted, FORMAT_VERSION, torch.__version__, torch.get_num_threads()])
     slug = "".join(c if c.isalnum() else "-" for c in name).strip("-")[-40:]
     return f"{slug}-{wanted['dtype']}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
@@ -97,16 +146,20 @@ def _cache_name(name: str, wanted: Mapping[str, Any]) -> str:
 # ------------------------------------------------------------------------------------------------------------- build
 
 
-def _write(
-    staging: Path, checkpoint: Checkpoint, config: ModelConfig, dtype: str, limits: Mapping[str, int], say: Say
-) -> dict[str, Any]:
-    steps, clock = {}, time.perf_counter()
+class Laps:
+    """Seconds of each step of a build."""
 
-    def lap(name: str) -> None:
-        nonlocal clock
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def __call__(self, name: str) -> None:
         now = time.perf_counter()
-        steps[name], clock = round(now - clock, 3), now
+        self.seconds[name], self._last = round(now - self._last, 3), now
 
+
+def _write(staging: Path, checkpoint: Checkpoint, config: ModelConfig, dtype: str, say: Say) -> dict[str, Any]:
+    lap = Laps()
     with torch.inference_mode():
         head_ids = checkpoint.draft_vocab()
         packed = pack(checkpoint.tensors(dtype=DTYPES[dtype]), config, head_ids)
@@ -118,34 +171,40 @@ def _write(
         tactics = {} if dtype == "int8" else _tactics(packed, config)
         lap("time kernels")
         save_file({name: t.contiguous() for name, t in packed.items()}, staging / WEIGHTS)
-        load_tokenizer(checkpoint).save_pretrained(staging)
         lap("write")
     for name, tactic in tactics.items():
-        kernels = ", ".join(sorted(set(tactic["kernel_by_rows"].values())))
-        say(f"  {name}: {kernels}")
+        say(f"  {name}: {', '.join(sorted(set(tactic['kernel_by_rows'].values())))}")
+    return {"tactics": tactics, "steps": lap.seconds}
+
+
+def _manifest(
+    checkpoint: Checkpoint, dtype: str, arch: str, limits: Mapping[str, int], made: Mapping[str, Any]
+) -> dict[str, Any]:
+    steps = made["steps"]
     return {
         "backend": "torch",
         "checkpoint": checkpoint.name,
         "checkpoint_fingerprint": checkpoint.fingerprint(),
         "model_config": dict(checkpoint.config),
         "dtype": dtype,
-        "arch": machine_arch(),
+        "arch": arch,
         "limits": dict(limits),
         "eos_token_ids": sorted(checkpoint.eos_token_ids()),
-        "tactics": tactics,
+        "tactics": made["tactics"],
         "build": {
             "seconds": round(sum(steps.values()), 3),
             "steps": steps,
-            "command": _command(checkpoint.name, dtype, limits),
+            "command": _command(checkpoint.name, dtype, arch, limits),
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
+            **{name: value for name, value in made.items() if name not in ("tactics", "steps")},
         },
     }
 
 
-def _command(name: str, dtype: str, limits: Mapping[str, int]) -> str:
+def _command(name: str, dtype: str, arch: str, limits: Mapping[str, int]) -> str:
     options = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in limits.items())
-    return f"workbook build {name} --dtype {dtype} {options}"
+    return f"workbook build {name} --device {'cpu' if arch.startswith('cpu') else 'cuda'} --dtype {dtype} {options}"
 
 
 def _tactics(packed: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, Any]:

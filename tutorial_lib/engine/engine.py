@@ -74,7 +74,7 @@ class Request:
             rounds=list(self.rounds),
             ttft_s=self.ttft_s,
             latency_s=self.latency_s,
-            logprobs=self.logprobs,
+            logprobs=None if self.logprobs is None else list(self.logprobs),
             stop_reason=self.stop_reason,
         )
 
@@ -106,10 +106,16 @@ class Engine:
         return [r.generation() for r in requests]
 
     def stream(self, prompt: Sequence[int], params: SamplingParams) -> Iterator[Generation]:
-        """The generation so far after prefill and after every round; the last one is complete."""
-        requests = self._requests([prompt], [params])
-        for _ in self._run(requests):
-            yield requests[0].generation()
+        """The generation so far after prefill and after every round; the last one is complete.
+
+        Raises `PromptError` at once; the work and its clock begin when the first item is read.
+        """
+        return self._stream(self._requests([prompt], [params])[0])
+
+    def _stream(self, request: Request) -> Iterator[Generation]:
+        request.start_s = time.perf_counter()
+        for _ in self._run([request]):
+            yield request.generation()
 
     def _requests(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Request]:
         for index, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
@@ -152,7 +158,8 @@ class Engine:
     def _run(self, requests: Sequence[Request]) -> Iterator[None]:
         """Serve the requests in order of arrival; yields after every admission and every round. Abandoning the
         iterator, or an interrupt, gives the slots back."""
-        waiting, active = deque(requests), []
+        waiting: deque[Request] = deque(requests)
+        active: list[Request] = []
         try:
             while waiting or active:
                 while waiting and self._free:
@@ -293,11 +300,14 @@ class Engine:
 
     def time_steps(self, rows: Sequence[int], context: int, repeats: int = 9) -> dict[int, float]:
         """Median seconds of one target pass, head and argmax included, by number of rows after `context` tokens."""
+        slot = self._idle_slot(context + max(rows))
         ids = _arbitrary_ids(self.target.config.vocab_size, context + max(rows))
-        self._fill(self.target, ids[:context])
+        for start in range(0, context, PREFILL_CHUNK):
+            chunk = ids[start : min(start + PREFILL_CHUNK, context)]
+            self.target.forward(chunk, [Segment(slot, start, len(chunk))])
 
         def step(n: int) -> None:
-            self._argmax(self.target.logits(self.target.forward(ids[:n], [Segment(0, context, n)])))
+            self._argmax(self.target.logits(self.target.forward(ids[:n], [Segment(slot, context, n)])))
 
         return {n: _median_s(lambda n=n: step(n), repeats) for n in rows}
 
@@ -305,28 +315,32 @@ class Engine:
         """Median seconds of drafting `max_draft_len` tokens for one greedy request after `context` tokens."""
         if not self.drafter:
             return 0.0
-        ids = _arbitrary_ids(self.target.config.vocab_size, context + repeats + 3)
-        self.drafter.reset(0, ids[:context])
-        lengths = iter(range(context + 1, context + repeats + 3))
+        drafter, calls = self.drafter, repeats + 1
+        slot = self._idle_slot(context + calls + max_draft_len)
+        ids = _arbitrary_ids(self.target.config.vocab_size, context + calls)
+        drafter.reset(slot, ids[:context])
+        lengths = iter(range(context + 1, context + calls + 1))
 
         def draft() -> None:
-            state = SlotState(0, ids[: next(lengths)], max_draft_len, SamplingParams(), 0)
-            self.drafter.propose([state])
-            self.drafter.observe([(0, 0)])
+            drafter.propose([SlotState(slot, ids[: next(lengths)], max_draft_len, SamplingParams(), 0)])
+            drafter.observe([(slot, 0)])
 
         return _median_s(draft, repeats)
 
-    @staticmethod
-    def _fill(model: Model, ids: Sequence[int]) -> None:
-        for start in range(0, len(ids), PREFILL_CHUNK):
-            chunk = ids[start : start + PREFILL_CHUNK]
-            model.forward(chunk, [Segment(0, start, len(chunk))])
+    def _idle_slot(self, positions: int) -> int:
+        """A slot that no request holds; `OptionError` if it has too few positions or there is none."""
+        limit = self.target.max_seq_len
+        if positions > limit:
+            raise OptionError(f"timing this takes {positions} positions", f"at most {limit}, the engine's max_seq_len")
+        if not self._free:
+            raise OptionError("every slot is held by an open stream", "a free one", "finish or close a stream")
+        return self._free[-1]
 
 
 def _logprobs(logits: torch.Tensor, token: int, top: int) -> dict[int, float]:
     """Raw log-probabilities (before penalty, temperature and filters) of `token` and the `top` most likely ids."""
     values = torch.log_softmax(logits.float(), dim=-1)
-    best = torch.topk(values, top).indices.tolist() if top else []
+    best = torch.topk(values, min(top, values.shape[-1])).indices.tolist()
     return {t: float(values[t]) for t in dict.fromkeys([token, *best])}
 
 

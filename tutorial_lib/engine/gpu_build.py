@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .gpu_model import GpuModel, Layer, Ops, Weight, rotary_tables
-from .model import ModelConfig
-from .quantize import quantize_fp8, random_fp8
+from .gpu_model import PAGE, GpuModel, Layer, Ops, Weight, rotary_tables
+from .model import ModelConfig, pack
+from .quantize import calibrate, quantize_fp8, random_fp8
+
+if TYPE_CHECKING:
+    from ..engine_dir import EngineInfo
+    from ..models import Checkpoint
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 PRODUCTS = ("qkv", "o", "gate_up", "down", "head")
@@ -55,12 +59,18 @@ def assemble(
             sin=sin,
             input_norm=packed[f"{i}.input_norm"],
             post_norm=packed[f"{i}.post_norm"],
-            **{kind: weight(f"{i}.{kind}", kind) for kind in PRODUCTS[:-1]},
+            qkv=weight(f"{i}.qkv", "qkv"),
+            o=weight(f"{i}.o", "o"),
+            gate_up=weight(f"{i}.gate_up", "gate_up"),
+            down=weight(f"{i}.down", "down"),
             qkv_bias=packed.get(f"{i}.qkv.bias"),
             q_norm=packed.get(f"{i}.q_norm"),
             k_norm=packed.get(f"{i}.k_norm"),
             kv_scale=packed.get(f"{i}.kv_scale") if kv_dtype == torch.float8_e4m3fn else None,
-            **{f"{kind}_in": packed.get(f"{i}.{kind}.in") for kind in PRODUCTS[:-1]},
+            qkv_in=packed.get(f"{i}.qkv.in"),
+            o_in=packed.get(f"{i}.o.in"),
+            gate_up_in=packed.get(f"{i}.gate_up.in"),
+            down_in=packed.get(f"{i}.down.in"),
         )
         for i in range(config.num_layers)
     ]
@@ -156,7 +166,8 @@ def candidates(kind: str, n: int, k: int, item_bytes: int, processors: int) -> l
         in_flight = tile_bytes * stages * max(1, min(programs / processors, 2))
         if split > 1 and (kind in ("gate_up", "head") or k // split < 2 * depth):
             continue
-        if tile_bytes * stages > 200_000 or in_flight < 48_000 or programs < processors // 2:
+        is_small = n * k * item_bytes < 8e6  # too little for every processor: latency decides, try everything
+        if tile_bytes * stages > 200_000 or (not is_small and (in_flight < 48_000 or programs < processors // 2)):
             continue
         if programs > 24 * processors and block_n < 64:
             continue
@@ -203,10 +214,9 @@ def _try(model: GpuModel, kind: str, weights: Sequence[Weight], tactic: Mapping[
     """Microseconds per product at the tuned row counts; None if the kernel does not fit this GPU."""
     from .kernels import Tactic, gate_up, linear
 
-    made, times = Tactic(**tactic), {}
+    made, times, out_scale = Tactic(**tactic), {}, model.layers[0].down_in
     for rows in TUNED_ROWS:
         x, scale = _activation(weights[0], rows, model.device)
-        out_scale = model.layers[0].down_in
 
         def run(rows: int = rows, x=x, scale=scale) -> None:
             for weight in weights:
@@ -217,7 +227,7 @@ def _try(model: GpuModel, kind: str, weights: Sequence[Weight], tactic: Mapping[
 
         try:
             times[rows] = graph_time_us(run, passes=max(1, 64 // len(weights))) / len(weights)
-        except Exception as problem:  # noqa: BLE001 - Triton reports an unfit tile by many exception types
+        except Exception as problem:  # Triton reports an unfit tile by many types
             if "out of resource" not in str(problem).lower() and "OutOfResources" not in type(problem).__name__:
                 raise
             return None
@@ -252,11 +262,105 @@ def graph_time_us(run: Callable[[], None], *, passes: int = 1, repeats: int = 5)
     return sorted(samples)[len(samples) // 2]
 
 
-def describe(tactics: Tactics) -> list[str]:
-    """One line per product, for a person."""
-    return [f"{kind}: {asdict_line(table['1'])}" for kind, table in tactics.items()]
+# ------------------------------------------------------------------------------------------------------ build and load
 
 
-def asdict_line(tactic: Any) -> str:
-    fields = tactic if isinstance(tactic, Mapping) else asdict(tactic)
-    return ", ".join(f"{name} {value}" for name, value in fields.items())
+def write_engine(
+    staging: Path,
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    dtype: str,
+    limits: Mapping[str, int],
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """The GPU part of `build_engine`: weights into `staging` (none for a dummy: they are made again at load), and what
+    the manifest keeps: tactics, timings, calibration, seconds of each step."""
+    from .build import WEIGHTS, Laps
+
+    lap = Laps()
+    packed, scales = _packed_weights(checkpoint, config, dtype, lap)
+    with torch.inference_mode():
+        model = assemble(config, packed, {}, pages=2, max_positions=PAGE, ops=Ops.make(), max_sequences=1)
+        tactics, timings = tune(model, say)
+    lap("time kernels")
+    if not checkpoint.is_dummy:
+        from safetensors.torch import save_file
+
+        head_ids = checkpoint.draft_vocab()
+        stored = packed if head_ids is None else {**packed, "head_ids": head_ids}
+        save_file({name: t.cpu().contiguous() for name, t in stored.items()}, staging / WEIGHTS)
+        lap("write")
+    return {
+        "tactics": tactics,
+        "timings": timings,
+        "calibration": {"texts": len(CALIBRATION_TEXTS), "scales": scales} if scales else {},
+        "is_dummy": checkpoint.is_dummy,
+        "seed": getattr(checkpoint, "seed", 0),
+        "steps": lap.seconds,
+    }
+
+
+CALIBRATION_TEXTS = range(64)  # the bundled prompts, first turns
+
+
+def _packed_weights(
+    checkpoint: Checkpoint, config: ModelConfig, dtype: str, lap: Callable[[str], None]
+) -> tuple[dict[str, torch.Tensor], list[dict[str, float]] | None]:
+    with torch.inference_mode():
+        if checkpoint.is_dummy and dtype == "fp8":
+            packed = random_packed(config, "cuda", seed=checkpoint.seed)
+            lap("make random weights")
+            return packed, None
+        tensors = checkpoint.tensors(device="cuda", dtype=torch.bfloat16)
+        head_ids = checkpoint.draft_vocab()
+        head_ids = None if head_ids is None else head_ids.to("cuda")
+        packed = pack(tensors, config, head_ids, is_interleaved=False)
+        lap("pack")
+        if dtype != "fp8":
+            return packed, None
+        model = assemble(config, packed, {}, pages=2, max_positions=2048, ops=Ops.make(off=("all",), pdl=False))
+        scales = calibrate(model, _calibration_ids(checkpoint))
+        packed = quantized(packed, config, scales, is_head=False)
+        lap("calibrate and quantize")
+        return packed, scales
+
+
+def _calibration_ids(checkpoint: Checkpoint) -> list[list[int]]:
+    from ..bench.prompts import load_prompts, render
+    from ..models import load_tokenizer
+
+    tokenizer = load_tokenizer(checkpoint)
+    return [render(prompt, tokenizer)[:512] for prompt in load_prompts()[: len(CALIBRATION_TEXTS)]]
+
+
+def load_gpu_model(
+    info: EngineInfo, *, max_draft_len: int, kv_dtype: torch.dtype = torch.bfloat16, ops: Ops | None = None
+) -> tuple[GpuModel, torch.Tensor | None]:
+    """The model of a GPU engine directory with cache for its limits, and a shortlist drafter's output ids."""
+    from safetensors.torch import load_file
+
+    from .build import WEIGHTS
+    from .graph import position_limit
+
+    config, facts = ModelConfig.from_hf(info.model_config), info.manifest["build"]
+    if facts["is_dummy"] and info.dtype == "fp8":
+        packed = random_packed(config, "cuda", seed=facts["seed"])
+    elif facts["is_dummy"]:
+        from ..models import resolve
+
+        tensors = resolve(info.checkpoint, say=lambda line: None).tensors(device="cuda", dtype=torch.bfloat16)
+        packed = pack(tensors, config, is_interleaved=False)
+    else:
+        packed = load_file(info.path / WEIGHTS, device="cuda")
+    blocks = -(-position_limit(info.max_seq_len, max_draft_len) // PAGE)
+    model = assemble(
+        config,
+        packed,
+        info.tactics,
+        pages=info.max_batch_size * blocks + 1,
+        max_positions=blocks * PAGE,
+        ops=ops or Ops.make(),
+        max_sequences=info.max_batch_size,
+        kv_dtype=kv_dtype,
+    )
+    return model, packed.get("head_ids")

@@ -189,7 +189,7 @@ class GpuModel:
         return self._product(self.head, h, scale)[0]
 
     @torch.inference_mode()
-    def body(self, tokens, table, lengths, slots, rows: int, tree=None) -> tuple[torch.Tensor, torch.Tensor]:
+    def body(self, tokens, table, lengths, slots, rows: int, tree=None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """All layers. Returns the residual [sequences * rows, H] bf16 and the partials still to be added to it."""
         ops, eps = self.ops, self.config.rms_norm_eps
         x, parts = F.embedding(tokens, self.embed), None

@@ -12,6 +12,7 @@ know how the one before ended.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,12 +21,12 @@ from typing import Any
 
 import torch
 
-from ..config import SamplingParams
+from ..config import SamplingParams, SimulatedAcceptance
 from ..drafters.base import Drafter, SlotState
 from ..errors import OptionError
 from ..results import Generation, Round
 from .device_sampling import SlotParams, accept_greedy, accept_sampled, draw, probabilities, uniform
-from .engine import Engine, Request
+from .engine import Engine, Request, _arbitrary_ids, _median_s
 from .gpu_model import MAX_STEP_ROWS, PAGE, GpuModel, captured
 from .sampling import Purpose
 from .verify import Verdict
@@ -118,7 +119,7 @@ class RoundProgram:
     @torch.inference_mode()
     def _run(self) -> None:
         self._stamp(0)
-        q = self.draft() if self.drafter is not None else None
+        q = self.draft(self.drafter) if self.drafter is not None else None
         self._stamp(1)
         logits = self.verify()
         accepted, token = self.accept(logits, q)
@@ -135,7 +136,7 @@ class RoundProgram:
 
     # ------------------------------------------------------------------------------------------------- the round itself
 
-    def draft(self) -> torch.Tensor | None:
+    def draft(self, drafter: GpuModel) -> torch.Tensor | None:
         """K tokens into `drafts`; returns q [B, K, V] if they were sampled."""
         state, q = self.state, []
         length = state.length[self.slots]
@@ -144,7 +145,7 @@ class RoundProgram:
         for i in range(self.k):
             rows = 2 if i == 0 else 1
             start = length - 2 if i == 0 else length - 1 + i
-            logits = self.drafter.step(tokens, state.table, start, slots, rows)[rows - 1 :: rows]
+            logits = drafter.step(tokens, state.table, start, slots, rows)[rows - 1 :: rows]
             if self.is_sampled:
                 params = state.params.select(self.slots)
                 probs = probabilities(logits, params)
@@ -235,6 +236,8 @@ class GpuEngine(Engine):
     """`Engine` with its rounds on the device. A drafter is another `GpuModel`, or a host `Drafter` (n-gram), whose
     rounds wait for the tokens of the round before."""
 
+    target: GpuModel  # type: ignore[assignment]
+
     def __init__(
         self,
         target: GpuModel,
@@ -247,9 +250,9 @@ class GpuEngine(Engine):
         draft_ids: torch.Tensor | None = None,
         host_drafter: Drafter | None = None,
         max_draft_len: int = 0,
-        simulated_acceptance_length: float | None = None,
+        simulated_acceptance: SimulatedAcceptance | None = None,
     ) -> None:
-        self.target, self.tokenizer, self.eos_ids = target, tokenizer, frozenset(eos_ids)  # type: ignore[assignment]
+        self.target, self.tokenizer, self.eos_ids = target, tokenizer, frozenset(eos_ids)
         self.drafter, self.draft_model, self.draft_ids = host_drafter, draft_model, draft_ids
         self.max_slots, self.max_seq_len = max_slots, max_seq_len
         self.max_draft_len = max_draft_len if draft_model is not None or host_drafter is not None else 0
@@ -257,9 +260,9 @@ class GpuEngine(Engine):
         self._blocks = -(-position_limit(max_seq_len, self.max_draft_len) // PAGE)
         self._pages = list(range(target.pages - 1))[::-1]
         self.state = DeviceState.make(max_slots, self._blocks, target.pages - 1, target.device)
-        self._simulated = simulated_acceptance_length
-        if simulated_acceptance_length is not None:
-            schedule = forced_schedule(simulated_acceptance_length, self.max_draft_len)
+        self._simulated = simulated_acceptance
+        if simulated_acceptance is not None:
+            schedule = forced_schedule(simulated_acceptance.acceptance_length, self.max_draft_len)
             self.state.forced = torch.tensor(schedule, dtype=torch.int32, device=target.device)
         self._programs: dict[tuple, RoundProgram] = {}
 
@@ -409,7 +412,7 @@ class GpuEngine(Engine):
         program.launch()
 
     @staticmethod
-    def _fetch(program: RoundProgram) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any]:
+    def _fetch(program: RoundProgram) -> tuple[Any, ...]:
         """Start copying a round's outcome to the host; the event tells when it is there."""
         if not program.out.is_cuda:
             return program.out.clone(), program.stamps.clone(), program.drafted_len.clone(), None
@@ -447,6 +450,48 @@ class GpuEngine(Engine):
             )
         if self.drafter is not None:
             self.drafter.observe(accepted_by_slot)
+
+    # ---------------------------------------------------------------------------------------------------- calibration
+
+    def time_steps(self, rows: Sequence[int], context: int, repeats: int = 15) -> dict[int, float]:
+        """Median seconds of one target pass, head and argmax included, by number of rows after `context` tokens: on a
+        GPU the replay of a graph of its own."""
+        ids = _arbitrary_ids(self.target.config.vocab_size, context + max(rows))
+        return {n: self._time_step(self.target, ids, n, context, repeats) for n in rows}
+
+    def time_draft(self, max_draft_len: int, context: int, repeats: int = 15) -> float:
+        """Median seconds of drafting `max_draft_len` tokens for one request: K draft steps one after another."""
+        if self.draft_model is None:
+            return super().time_draft(max_draft_len, context, repeats)
+        ids = _arbitrary_ids(self.target.config.vocab_size, context + 2)
+        first, later = (self._time_step(self.draft_model, ids, n, context, repeats) for n in (2, 1))
+        return first + (max_draft_len - 1) * later
+
+    def _time_step(self, model: GpuModel, ids: Sequence[int], rows: int, context: int, repeats: int) -> float:
+        device = model.device
+        slot, table = self._free[-1], self.state.table.clone()
+        pages = torch.arange(self._blocks, dtype=torch.int32, device=device) % max(1, model.pages - 1)
+        table[slot] = pages
+        model.prefill(ids[:context], table, slot)
+        tokens = torch.tensor(ids[context : context + rows], device=device)
+        lengths = torch.tensor([context], dtype=torch.int32, device=device)
+        slots = torch.tensor([slot], dtype=torch.int32, device=device)
+        best = torch.empty(rows, dtype=torch.int32, device=device)
+
+        def step() -> None:
+            model.ops.argmax(model.step(tokens, table, lengths, slots, rows), best, model.ops.pdl)
+
+        if device.type != "cuda":
+            return _median_s(step, repeats)
+        graph, samples = captured(step), []
+        for _ in range(repeats + 2):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            samples.append(begin.elapsed_time(end) * 1e-3)
+        return statistics.median(samples[2:])
 
     # ------------------------------------------------------------------------------------------------------ refusals
 

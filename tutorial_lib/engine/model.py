@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -152,7 +152,7 @@ def pack(
         packed["head"] = head[head_ids].contiguous()
     elif not config.tie_word_embeddings:
         packed["head"] = head
-    pair = _interleave if is_interleaved else (lambda weight, heads, head_dim: weight)
+    pair = _interleave if is_interleaved else _keep
     for i in range(config.num_layers):
         prefix = f"model.layers.{i}."
         packed |= {
@@ -195,6 +195,10 @@ def _pack_layer(
     return out
 
 
+def _keep(weight: torch.Tensor, heads: int, head_dim: int) -> torch.Tensor:
+    return weight
+
+
 def _interleave(weight: torch.Tensor, heads: int, head_dim: int) -> torch.Tensor:
     """Reorder each head's rows from (first half, second half) to adjacent pairs: row i + D/2 moves beside row i."""
     pairs = torch.arange(head_dim).view(2, head_dim // 2).t().reshape(-1)
@@ -215,6 +219,32 @@ class Segment:
 
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
+
+
+class DecoderLayer(NamedTuple):
+    """What one layer computes with."""
+
+    qkv: Linear
+    o: Linear
+    gate_up: Linear
+    down: Linear
+    input_norm: torch.Tensor
+    post_norm: torch.Tensor
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+
+
+def _layer(i: int, linears: Mapping[str, Linear], vectors: Mapping[str, torch.Tensor]) -> DecoderLayer:
+    return DecoderLayer(
+        linears[f"{i}.qkv"],
+        linears[f"{i}.o"],
+        linears[f"{i}.gate_up"],
+        linears[f"{i}.down"],
+        vectors[f"{i}.input_norm"],
+        vectors[f"{i}.post_norm"],
+        vectors.get(f"{i}.q_norm"),
+        vectors.get(f"{i}.k_norm"),
+    )
 
 
 class Model:
@@ -239,11 +269,7 @@ class Model:
         self.dtype, self.device = embed.dtype, embed.device
         self.max_slots, self.max_seq_len = max_slots, max_seq_len
         self.head, self.norm = linears["head"], vectors["norm"]
-        layer_linears, layer_vectors = ("qkv", "o", "gate_up", "down"), ("input_norm", "post_norm", "q_norm", "k_norm")
-        self.layers = [
-            (*(linears[f"{i}.{n}"] for n in layer_linears), *(vectors.get(f"{i}.{n}") for n in layer_vectors))
-            for i in range(config.num_layers)
-        ]
+        self.layers = [_layer(i, linears, vectors) for i in range(config.num_layers)]
         shape = (config.num_layers, max_slots, 2 * config.num_kv_heads, max_seq_len, config.head_dim)
         self.cache = torch.empty(shape, dtype=self.dtype, device=self.device)
         self.rotations = rotary_table(config, max_seq_len).to(self.device)

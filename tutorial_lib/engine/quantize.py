@@ -21,7 +21,8 @@ MARGIN = 1.1  # calibration sees a sample: leave some room above its largest val
 
 def quantize_fp8(weight: torch.Tensor, *, is_per_channel: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """weight [n, k] -> (e4m3 [n, k], float32 scale [n]); per tensor gives every row the same scale."""
-    largest = weight.float().abs().amax(dim=1 if is_per_channel else None).clamp_min(1e-12)
+    size = weight.float().abs()
+    largest = (size.amax(dim=1) if is_per_channel else size.max()).clamp_min(1e-12)
     scale = (largest / FP8_MAX).expand(weight.shape[0]).contiguous()
     return (weight.float() / scale[:, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale
 

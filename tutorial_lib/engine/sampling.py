@@ -48,7 +48,7 @@ def probabilities(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     top-k keeps ties with the k-th; top-p keeps the smallest leading set whose probability reaches p, at least one.
     """
     logits = logits.float()
-    if params.is_greedy:
+    if not params.temperature:
         return torch.zeros_like(logits).index_fill_(0, logits.argmax(), 1.0)
     logits = (logits - logits.max()) / params.temperature  # at most 0: the coldest temperature overflows to -inf only
     if params.top_k and params.top_k < logits.shape[-1]:
