@@ -58,8 +58,7 @@ class TableModel:
 
     def __init__(self, table: torch.Tensor, *, max_slots: int = 4, max_seq_len: int = 100_000) -> None:
         self.table, self.max_slots, self.max_seq_len = table, max_slots, max_seq_len
-        _, seed_config = None, dummy_config("dummy:tiny-llama")[0]
-        self.config = ModelConfig.from_hf({**seed_config, "vocab_size": table.shape[0]})
+        self.config = ModelConfig.from_hf({**dummy_config("dummy:tiny-llama")[0], "vocab_size": table.shape[0]})
 
     def forward(self, token_ids: Sequence[int], segments: Sequence[Segment]) -> torch.Tensor:
         return torch.tensor(token_ids)

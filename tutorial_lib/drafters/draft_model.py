@@ -39,7 +39,7 @@ class DraftModelDrafter:
         prompt = list(prompt_ids[: self.model.max_seq_len])
         for start in range(0, len(prompt), PREFILL_CHUNK):
             chunk = prompt[start : start + PREFILL_CHUNK]
-            self.model.forward(chunk, [Segment(slot, start, len(chunk))])
+            self.model.forward(self._readable(chunk), [Segment(slot, start, len(chunk))])
         self._cached[slot], self._known[slot] = prompt, len(prompt)
 
     def propose(self, states: Sequence[SlotState]) -> list[Draft]:
@@ -86,19 +86,24 @@ class DraftModelDrafter:
             cached.extend(ids)
             rows += ids
             last.append(len(rows) - 1)
-        hidden = self.model.forward(rows, segments)
+        hidden = self.model.forward(self._readable(rows), segments)
         return self.model.logits(hidden[last] if len(rows) > len(last) else hidden)
+
+    def _readable(self, ids: list[int]) -> list[int]:
+        """Ids that only the target's vocabulary has (padding, later specials) are read as id 0: a guess costs speed."""
+        size = self.model.config.vocab_size
+        return [token if token < size else 0 for token in ids]
 
     def _choose(self, state: SlotState, drafted: list[int], logits: torch.Tensor) -> tuple[int, torch.Tensor | None]:
         """One draft token and, if it was sampled, the distribution over the target's vocabulary that it came from."""
         params: SamplingParams = state.params
-        is_penalized = params.repetition_penalty not in (None, 1.0)
-        if params.is_greedy and not is_penalized:
+        penalty = params.repetition_penalty or 1.0
+        if params.is_greedy and penalty == 1.0:
             best = int(logits[: self.vocab_size].argmax() if self._ids is None else logits.argmax())
             return (best if self._ids is None else self._ids[best]), None
         logits = self._over_target_vocabulary(logits)
-        if is_penalized:
-            logits = penalize_repetition(logits, state.token_ids + drafted, params.repetition_penalty)
+        if penalty != 1.0:
+            logits = penalize_repetition(logits, state.token_ids + drafted, penalty)
         if params.is_greedy:
             return int(logits.argmax()), None
         q = probabilities(logits, params)
