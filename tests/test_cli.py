@@ -321,13 +321,15 @@ def test_build(workbook, monkeypatch, tmp_path):
     code, out, _ = workbook("build", "embedded:target")
     assert (code, out) == (0, f"{tmp_path} (int8, cpu-x86_64, 2.0 MB, built in 1.5 s)\n")
     workbook(
-        *["build", "dummy:x", "--out", tmp_path / "e", "--dtype", "int8", "--max-batch-size", 2],
+        *["build", "dummy:x", "--out", tmp_path / "e", "--dtype", "int8", "--device", "cpu", "--max-batch-size", 2],
         *["--max-seq-len", 128, "--max-draft-len", 4, "--overwrite"],
     )
     for _, _, options in calls:
         options.pop("say")
-    defaults = {"dtype": "auto", "max_batch_size": 8, "max_seq_len": None, "max_draft_len": 16, "overwrite": False}
-    asked = {"dtype": "int8", "max_batch_size": 2, "max_seq_len": 128, "max_draft_len": 4, "overwrite": True}
+    defaults = {"dtype": "auto", "device": "auto", "max_batch_size": 8, "max_seq_len": None}
+    defaults |= {"max_draft_len": 16, "overwrite": False}
+    asked = {"dtype": "int8", "device": "cpu", "max_batch_size": 2, "max_seq_len": 128}
+    asked |= {"max_draft_len": 4, "overwrite": True}
     assert calls == [("embedded:target", None, defaults), ("dummy:x", tmp_path / "e", asked)]
 
 

@@ -40,7 +40,9 @@ JsonFile = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Also write a JSON document; - is stdout.")
 ]
 ProfileName = Annotated[str, typer.Option(help="How much to run: cpu, replay.")]
-Dtype = Annotated[str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16, int8.")]
+Dtype = Annotated[str, typer.Option(help="CPU: float32 (auto), bfloat16, int8. GPU: bfloat16 (auto), fp8.")]
+Device = Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu, cuda.")]
+DEFAULT_DRAFT_LEN = 4
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -116,6 +118,7 @@ def build(
     checkpoint: Annotated[str, typer.Argument(help="A folder, a Hub id, embedded:target, embedded:draft, dummy:NAME.")],
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Default: in the cache, used again if there.")] = None,
     dtype: Dtype = "auto",
+    device: Device = "auto",
     max_batch_size: Annotated[int, typer.Option(help="Most requests at once.")] = 8,
     max_seq_len: Annotated[
         int | None, typer.Option(help="Longest prompt + output; default: 2048 or the model's.")
@@ -131,6 +134,7 @@ def build(
         checkpoint,
         out,
         dtype=dtype,
+        device=device,
         max_batch_size=max_batch_size,
         max_seq_len=max_seq_len,
         max_draft_len=max_draft_len,
@@ -154,13 +158,14 @@ def generate(
         str | None, typer.Option(help="A checkpoint or engine directory, or ngram. Without it: plain decoding.")
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Most output tokens.")] = 64,
-    max_draft_len: Annotated[int, typer.Option(help="K, draft tokens per round.")] = 4,
+    max_draft_len: Annotated[int | None, typer.Option(help="K, draft tokens per round; default 4.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 or left out: greedy.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this probability.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Keep this many of the likeliest tokens.")] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same text.")] = None,
     backend: Annotated[str, typer.Option(help="torch, transformers or tensorrt_llm.")] = "torch",
     dtype: Dtype = "auto",
+    device: Device = "auto",
     json_file: JsonFile = None,
     raw: Annotated[bool, typer.Option("--raw", help="Send the prompt as it is, without the chat template.")] = False,
 ) -> None:
@@ -169,13 +174,16 @@ def generate(
 
     _check_prompt(prompt)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-    speculative = decoding_config(drafter, max_draft_len)
+    speculative = decoding_config(drafter, DEFAULT_DRAFT_LEN if max_draft_len is None else max_draft_len)
+    if speculative is None and max_draft_len is not None:
+        _say("note: --max-draft-len has no effect without --drafter: this is plain decoding")
     check_json_file(json_file)
 
     from .api import LLM
     from .bench import metrics
 
-    with LLM(target, backend=backend, speculative_config=speculative, dtype=dtype, say=_say) as llm:
+    options = {"backend": backend, "speculative_config": speculative, "dtype": dtype, "device": device}
+    with LLM(target, **options, say=_say) as llm:
         inputs = prompt if raw else _with_chat_template(prompt, llm.tokenizer)
         out = sys.stderr if json_file == "-" else sys.stdout
         generation = stream_text(llm.generate_async(inputs, params, streaming=True), out)
