@@ -64,7 +64,7 @@ def experiment_named(name: str) -> dict[str, Any]:
 
 
 def plan(
-    experiment: str,
+    experiment: str | Mapping[str, Any],
     version: str | None = None,
     flow: str | None = None,
     *,
@@ -75,23 +75,21 @@ def plan(
 ) -> dict[str, Any]:
     """The plan of `experiment` on TensorRT-LLM `version` (default: the posts' release): with and without the drafter.
 
+    experiment: a name of `experiments()`, or a description of the same form (`experiment.describe` makes one).
     flow: `engine`, `engine_api` or `pytorch`; None takes the newest that can run `method`. nodes: machines with the
     experiment's number of GPUs each (PyTorch flow). fp8: False keeps half precision. forced_accepted_tokens: no
     weights at all, that many draft tokens accepted in every round (1.2 on): speed, never text. Raises `OptionError`
     that names what the release can do.
     """
-    facts = experiment_named(experiment)
-    release = parse_version(version or facts["tensorrt_llm"])
-    chosen = choose_flow(release, method, flow)
-    job = _Job(experiment, release, chosen, method, facts, nodes, fp8, forced_accepted_tokens)
-    _check_job(job)
+    job = _job(experiment, version, flow, method, nodes, fp8, forced_accepted_tokens)
+    facts, release, chosen = job.facts, job.version, job.flow
     record = contract.record_for(release)
     steps = [step for step in _FLOW_STEPS[chosen](job) if step is not None]
     for step in steps:
         check_step(record, step)
     text = json.dumps(steps)
     return {
-        "experiment": experiment,
+        "experiment": job.name,
         "title": facts["title"],
         "source": facts["source"],
         "tensorrt_llm_version": str(release),
@@ -105,8 +103,21 @@ def plan(
         "can": what_it_can(release),
         "placeholders": {key: meaning for key, meaning in PLACEHOLDERS.items() if f"{{{key}}}" in text},
         "notes": _notes(job, record),
+        "facts": dict(facts),
         "steps": steps,
     }
+
+
+def _job(
+    experiment: str | Mapping[str, Any], version: str | None, flow: str | None, method: str, nodes: int, fp8: bool,
+    forced: int | None,
+) -> _Job:  # fmt: skip
+    facts = experiment_named(experiment) if isinstance(experiment, str) else experiment
+    name = experiment if isinstance(experiment, str) else facts["title"]
+    release = parse_version(version or facts["tensorrt_llm"])
+    job = _Job(name, release, choose_flow(release, method, flow), method, facts, nodes, fp8, forced)
+    _check_job(job)
+    return job
 
 
 def check_step(record: contract.Record, step: Mapping[str, Any]) -> None:
@@ -248,7 +259,9 @@ class _Job:
         return KV_FRACTION_TWO_ENGINES if self.flow == "engine" and self.method == "draft_target" else KV_FRACTION
 
     def folder(self, part: str) -> str:
-        return "{models_dir}/" + self.facts[part]["name"].split("/")[1]
+        """Where a checkpoint lies: a folder of the user's own, or where its download goes."""
+        model = self.facts[part]
+        return model.get("folder") or "{models_dir}/" + model["name"].split("/")[1]
 
     def weights_gib(self, part: str, is_fp8: bool) -> float:
         """GiB of all weights: FP8 ones with embedding and head in half precision."""
@@ -279,16 +292,11 @@ def _check_job(job: _Job) -> None:
         )
 
 
-def speculative_config(job_or_method: _Job | str, facts: Mapping[str, Any] | None = None) -> DecodingBaseConfig | None:
-    """The workbook's own configuration of an experiment's method; folders are placeholders."""
-    method = job_or_method if isinstance(job_or_method, str) else job_or_method.method
-    data = facts if isinstance(job_or_method, str) else job_or_method.facts
-    assert data is not None
-    draft_len = data["max_draft_len"]
-    drafter = "{models_dir}/" + data["drafter"]["name"].split("/")[1]
+def speculative_config(method: str, draft_len: int, drafter: str) -> DecodingBaseConfig | None:
+    """The workbook's own configuration of a method; folders of heads are placeholders."""
     makers: dict[str, Callable[[], DecodingBaseConfig]] = {
         "draft_target": lambda: DraftTargetDecodingConfig(max_draft_len=draft_len, speculative_model_dir=drafter),
-        "ngram": lambda: NGramDecodingConfig(max_draft_len=draft_len, max_matching_ngram_size=3, is_use_oldest=False),
+        "ngram": lambda: NGramDecodingConfig(max_draft_len=draft_len, max_matching_ngram_size=3),
         "eagle3": lambda: EagleDecodingConfig(max_draft_len=4, speculative_model_dir="{eagle3_head}"),
         "eagle": lambda: EagleDecodingConfig(max_draft_len=TREE_DEPTH, speculative_model_dir="{eagle_head}"),
         "medusa": lambda: MedusaDecodingConfig(
@@ -299,6 +307,36 @@ def speculative_config(job_or_method: _Job | str, facts: Mapping[str, Any] | Non
         ),
     }
     return makers[method]() if method in makers else None
+
+
+def llm_options(job: _Job, method: str) -> dict[str, Any]:
+    """The arguments of the workbook's own `LLM` for a run of `method`: strings may hold placeholders."""
+    draft_len = job.facts["max_draft_len"]
+    if job.flow == "engine":
+        config = speculative_config(method, draft_len, "{work_dir}/draft-engine")
+        model = "{work_dir}/plain-engine" if method == "plain" else "{work_dir}/target-engine"
+    else:
+        config = speculative_config(method, draft_len, _fp8_folder(job, "drafter") if "drafter" in job.facts else "")
+        model = _fp8_folder(job, "target") if job.flow == "pytorch" else job.folder("target")
+    return {
+        "model": model,
+        "speculative_config": config,
+        "kv_cache_config": KvCacheConfig(
+            dtype="fp8" if job.fp8 else "auto", enable_block_reuse=True, free_gpu_memory_fraction=KV_FRACTION
+        ),
+        "max_batch_size": job.limits.max_batch_size,
+        "max_seq_len": job.limits.max_input_len if job.flow == "engine" else job.limits.max_seq_len,
+        "tensor_parallel_size": job.tp,
+    }
+
+
+def runs(
+    experiment: str | Mapping[str, Any], version: str | None = None, flow: str | None = None, *,
+    method: str = "draft_target", fp8: bool = True,
+) -> dict[str, dict[str, Any]]:  # fmt: skip
+    """Method -> `LLM` arguments of the runs that a plan prepares: plain, and `method`."""
+    job = _job(experiment, version, flow, method, 1, fp8, None)
+    return {name: llm_options(job, name) for name in dict.fromkeys(("plain", method))}
 
 
 def _step(
@@ -370,12 +408,15 @@ def _is_old(job: _Job) -> bool:
     return job.version.release < (1, 0)
 
 
-def _fetch(job: _Job, part: str) -> dict[str, Any]:
+def _fetch(job: _Job, part: str) -> dict[str, Any] | None:
+    """None for a folder of the user's own."""
     name = job.facts[part]["name"]
+    if "folder" in job.facts[part]:
+        return None
     return _step(
         f"fetch-{part}",
         "fetch",
-        f"{name} in half precision; asks for Meta's licence",
+        f"{name} in half precision" + ("; asks for Meta's licence" if name.startswith("meta-llama/") else ""),
         commands.fetch_model(name, job.folder(part), job.version),
         produces=[job.folder(part)],
         needs={"models_gib": job.weights_gib(part, False)},
@@ -514,10 +555,11 @@ def _run_needs(job: _Job, method: str) -> dict[str, float]:
 
 def _engine_api_steps(job: _Job) -> list[dict[str, Any] | None]:
     def run(method: str) -> dict[str, Any]:
+        options = llm_options(job, method)
         call = calls.engine_llm(
-            job.folder("target"),
-            speculative=speculative_config(method, job.facts),
-            kv_cache=_kv_cache(job),
+            options["model"],
+            speculative=options["speculative_config"],
+            kv_cache=options["kv_cache_config"],
             limits=job.limits,
             is_fp8=job.fp8,
             calib_size=job.facts["calib_size"],
@@ -566,47 +608,50 @@ def _pytorch_steps(job: _Job) -> list[dict[str, Any] | None]:
 
 
 def _fp8_checkpoints(job: _Job) -> list[dict[str, Any] | None]:
-    """The target as published in FP8; the drafter quantized here, where there is one."""
+    """FP8 as published where the experiment names one, else quantized here."""
+    parts = ["target", "drafter"] if job.method == "draft_target" else ["target"]
     if not job.fp8:
-        return [_fetch(job, "target"), _fetch(job, "drafter") if job.method == "draft_target" else None]
-    name = job.facts["target"]["fp8_name"]
-    target = _step(
-        "fetch-target",
+        return [_fetch(job, part) for part in parts]
+    steps: list[dict[str, Any] | None] = []
+    to_quantize = [part for part in parts if "fp8_name" not in job.facts[part]]
+    for part in parts:
+        steps.append(_fetch(job, part) if part in to_quantize else _fetch_fp8(job, part))
+    if to_quantize:
+        steps.append(
+            _step(
+                "fetch-modelopt",
+                "fetch",
+                "Model Optimizer's scripts; `pip install nvidia-modelopt[hf]` belongs to it",
+                commands.fetch_modelopt("{modelopt_repo}"),
+                produces=["{modelopt_repo}"],
+            )
+        )
+    return steps + [_quantize_for_pytorch(job, part) for part in to_quantize]
+
+
+def _fetch_fp8(job: _Job, part: str) -> dict[str, Any]:
+    name = job.facts[part]["fp8_name"]
+    return _step(
+        f"fetch-{part}",
         "fetch",
-        f"{name}: the target as NVIDIA published it in FP8 (hf_ptq.py on {job.facts['target']['name']} makes the same)",
-        commands.fetch_model(name, _fp8_folder(job, "target"), job.version),
-        produces=[_fp8_folder(job, "target")],
-        needs={"models_gib": job.weights_gib("target", True)},
+        f"{name}: the {part} as NVIDIA published it in FP8 (hf_ptq.py on {job.facts[part]['name']} makes the same)",
+        commands.fetch_model(name, _fp8_folder(job, part), job.version),
+        produces=[_fp8_folder(job, part)],
+        needs={"models_gib": job.weights_gib(part, True)},
     )
-    if job.method != "draft_target":
-        return [target]
-    return [
-        target,
-        _fetch(job, "drafter"),
-        _step(
-            "fetch-modelopt",
-            "fetch",
-            "Model Optimizer's scripts; `pip install nvidia-modelopt[hf]` belongs to it",
-            commands.fetch_modelopt("{modelopt_repo}"),
-            produces=["{modelopt_repo}"],
+
+
+def _quantize_for_pytorch(job: _Job, part: str) -> dict[str, Any]:
+    return _step(
+        f"quantize-{part}",
+        "quantize",
+        f"the {part} in FP8, as a Hugging Face folder",
+        commands.quantize_for_pytorch(
+            "{modelopt_repo}", job.folder(part), _fp8_folder(job, part), calib_size=job.facts["calib_size"]
         ),
-        _step(
-            "quantize-drafter",
-            "quantize",
-            "the drafter in FP8, as a Hugging Face folder",
-            commands.quantize_for_pytorch(
-                "{modelopt_repo}",
-                job.folder("drafter"),
-                _fp8_folder(job, "drafter"),
-                calib_size=job.facts["calib_size"],
-            ),
-            produces=[_fp8_folder(job, "drafter")],
-            needs={
-                "work_gib": job.weights_gib("drafter", True),
-                "all_gpus_gib": job.weights_gib("drafter", False),
-            },
-        ),
-    ]
+        produces=[_fp8_folder(job, part)],
+        needs={"work_gib": job.weights_gib(part, True), "all_gpus_gib": job.weights_gib(part, False)},
+    )
 
 
 def _configurations_only(job: _Job) -> list[dict[str, Any] | None]:
@@ -616,7 +661,9 @@ def _configurations_only(job: _Job) -> list[dict[str, Any] | None]:
         command = commands.fetch_configuration(name, folder)
         return _step(f"fetch-{part}", "fetch", f"the configuration of {name}, a few KB", command, produces=[folder])
 
-    target = fetch("target", job.facts["target"]["fp8_name" if job.fp8 else "name"], _fp8_folder(job, "target"))
+    model = job.facts["target"]
+    name = model["fp8_name"] if job.fp8 and "fp8_name" in model else model["name"]
+    target = fetch("target", name, _fp8_folder(job, "target"))
     if job.method != "draft_target":
         return [target]
     return [target, fetch("drafter", job.facts["drafter"]["name"], job.folder("drafter"))]
@@ -625,26 +672,22 @@ def _configurations_only(job: _Job) -> list[dict[str, Any] | None]:
 def _fp8_folder(job: _Job, part: str) -> str:
     if not job.fp8 or (part == "drafter" and job.forced is not None):
         return job.folder(part)
-    if part == "target":
-        return "{models_dir}/" + job.facts["target"]["fp8_name"].split("/")[1]
-    return "{work_dir}/" + job.facts[part]["name"].split("/")[1] + "-FP8"
+    model = job.facts[part]
+    if "fp8_name" in model:
+        return "{models_dir}/" + model["fp8_name"].split("/")[1]
+    return f"{{work_dir}}/{model['name'].replace(':', '-').split('/')[-1]}-FP8"
 
 
 def _pytorch_run(job: _Job, method: str) -> dict[str, Any]:
-    config = speculative_config(method, job.facts)
-    if isinstance(config, DraftTargetDecodingConfig):
-        config = DraftTargetDecodingConfig(
-            max_draft_len=config.max_draft_len, speculative_model_dir=_fp8_folder(job, "drafter")
-        )
+    options = llm_options(job, method)
+    config = options.pop("speculative_config")
     is_dummy = job.forced is not None
     call = calls.pytorch_llm(
         job.version,
-        _fp8_folder(job, "target"),
+        options.pop("model"),
         speculative=config,
-        kv_cache=_kv_cache(job),
-        max_batch_size=job.limits.max_batch_size,
-        max_seq_len=job.limits.max_seq_len,
-        tensor_parallel_size=job.tp,
+        kv_cache=options.pop("kv_cache_config"),
+        **options,
         is_dummy=is_dummy,
         is_drafter_dummy=is_dummy and method != "ngram" and config is not None,
     )
@@ -670,12 +713,6 @@ def _pytorch_run(job: _Job, method: str) -> dict[str, Any]:
         line = commands.launch(script, nodes=job.nodes, gpus_per_node=job.facts["tensor_parallel_size"])
         step["launch"] = {"argv": line.argv, "why": line.why}
     return step
-
-
-def _kv_cache(job: _Job) -> KvCacheConfig:
-    return KvCacheConfig(
-        dtype="fp8" if job.fp8 else "auto", enable_block_reuse=True, free_gpu_memory_fraction=KV_FRACTION
-    )
 
 
 def _generate(job: _Job) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from filelock import FileLock, Timeout
 from ... import engine_dir
 from ...errors import BackendUnavailable, OptionError, WorkbookError
 from . import contract
-from .plan import PLACEHOLDERS, experiment_named
+from .plan import PLACEHOLDERS
 from .support import parse_version
 
 Say = Callable[[str], None]
@@ -296,23 +296,23 @@ class _Jobs:
 
         engine_dir.create(output, write, overwrite=engine_dir.is_engine_dir(output), say=say)
 
-    def _model(self, step: Mapping[str, Any]) -> str:
-        facts = experiment_named(self.plan["experiment"])
-        return facts["drafter" if "drafter" in step["name"] else "target"]["name"]
+    def _model(self, step: Mapping[str, Any]) -> dict[str, Any]:
+        return self.plan["facts"]["drafter" if "drafter" in step["name"] else "target"]
 
     def _copy_tokenizer(self, step: Mapping[str, Any], folder: Path) -> None:
         """An engine directory can be given away: it carries the tokenizer that its token ids belong to."""
-        source = Path(self.values["models_dir"]) / self._model(step).split("/")[1]
+        model = self._model(step)
+        source = Path(model.get("folder") or Path(self.values["models_dir"]) / model["name"].split("/")[1])
         folder.mkdir()
         for pattern in ("tokenizer*", "special_tokens_map.json", "*.jinja", "generation_config.json"):
             for file in source.glob(pattern):
                 shutil.copyfile(file, folder / file.name)
 
     def _manifest(self, step: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        facts = experiment_named(self.plan["experiment"])
+        facts = self.plan["facts"]
         settings = _settings(step["argv"])
         here = gpus()
-        name = self._model(step)
+        name = self._model(step)["name"]
         source = Path(fill(settings["--checkpoint_dir"], self.values))
         config = _read_json(source / "config.json")
         maker = next((s for s in self.steps.values() if settings["--checkpoint_dir"] in s["produces"]), None)

@@ -1,0 +1,192 @@
+"""The posts' experiments from start to record: prepare, run without and with the drafter, compare, summarize.
+
+Two 70 GB engines do not fit beside each other, so the runs follow one another instead of taking turns, and later turns
+of a prompt (which would hold an earlier answer) are left out: every run decodes after the very same tokens.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ...api import LLM
+from ...bench.measure import compare
+from ...bench.prompts import Prompt, load_prompts, select
+from ...bench.summary import describe as describe_summary
+from ...bench.summary import summarize
+from ...config import DecodingBaseConfig, DraftTargetDecodingConfig, SamplingParams
+from ...errors import BackendUnavailable, OptionError
+from ...models import Checkpoint, parameter_count
+from ...results import Generation
+from ..tensorrt_llm import PROBE_LIMIT_S, TensorRTLLMBackend
+from . import plan as plans
+from .probe import probe
+from .steps import default_values, fill, run_steps
+
+Say = Callable[[str], None]
+
+
+class ExperimentLLM(LLM):
+    """`LLM` over a backend that was opened with a flow of its own."""
+
+    def __init__(self, backend: TensorRTLLMBackend, speculative_config: DecodingBaseConfig | None) -> None:
+        self._backend, self.speculative_config = backend, speculative_config
+
+
+def run_experiment(
+    experiment: str | Mapping[str, Any],
+    *,
+    version: str | None = None,
+    flow: str | None = None,
+    method: str = "draft_target",
+    fp8: bool = True,
+    work_dir: str | Path = "runs/tensorrt_llm",
+    models_dir: str | Path | None = None,
+    values: Mapping[str, str] | None = None,
+    prompts: Sequence[Prompt] | None = None,
+    prompts_per_category: int = 1,
+    repeats: int = 3,
+    command: str = "",
+    say: Say = print,
+) -> dict[str, Any]:
+    """What `workbook bench --profile tensorrt_llm --experiment NAME` does: `{"runs": [records], "summary": {…}}`.
+
+    version: must be the installed one; None takes it. values: folders for a plan's placeholders, beside the default
+    ones under `work_dir`. Steps that were finished by an earlier call are not repeated. Raises `WorkbookError`s.
+    """
+    release = _installed(version)
+    made = plans.plan(experiment, release, flow, method=method, fp8=fp8)
+    folders = default_values(work_dir, models_dir) | dict(values or {})
+    say(f"{made['title']}: TensorRT-LLM {release}, flow {made['flow']}")
+    run_steps(made, folders, say=say)
+    if made["flow"] == "engine":
+        os.environ["TENSORRT_LLM_REPO"] = folders["trtllm_repo"]
+    chosen = select(load_prompts(), prompts_per_category) if prompts is None else list(prompts)
+    chosen = [replace(prompt, turns=prompt.turns[:1]) for prompt in chosen]
+    params = SamplingParams(max_tokens=made["facts"]["output_tokens"])
+    records: dict[str, dict[str, Any]] = {}
+    generations: dict[str, Sequence[Mapping[str, Generation]]] = {}
+    for name, options in plans.runs(experiment, release, made["flow"], method=method, fp8=fp8).items():
+        say(f"loading {name}")
+        with open_llm(options, folders, flow=made["flow"], say=say) as llm:
+            session = compare(
+                {name: llm}, chosen, params, repeats=repeats, experiment=made["experiment"], profile="tensorrt_llm",
+                command=command, say=say,
+            )  # fmt: skip
+        records |= session.records
+        generations |= session.generations
+        records[name]["tensorrt_llm"] = _facts_of(made)
+    return {"runs": list(records.values()), "summary": _summary(made, records, generations, method, say)}
+
+
+def open_llm(options: Mapping[str, Any], values: Mapping[str, str], *, flow: str | None = None, say: Say) -> LLM:
+    """The `LLM` of one run of `plan.runs`, its placeholders filled in."""
+    config = options["speculative_config"]
+    folder = getattr(config, "speculative_model_dir", None)
+    if folder is not None:
+        config = _with_folder(config, fill(str(folder), values))
+    filled = {**options, "model": fill(options["model"], values), "speculative_config": config}
+    return ExperimentLLM(TensorRTLLMBackend(**filled, flow=flow, say=say), config)
+
+
+def _with_folder(config: DecodingBaseConfig, folder: str) -> DecodingBaseConfig:
+    if isinstance(config, DraftTargetDecodingConfig):  # its two names for the folder must agree
+        return DraftTargetDecodingConfig(max_draft_len=config.max_draft_len, speculative_model_dir=folder)
+    return replace(config, speculative_model_dir=folder)  # type: ignore[call-arg]
+
+
+def _installed(asked: str | None) -> str:
+    found = probe(PROBE_LIMIT_S)
+    if found.version is None:
+        raise BackendUnavailable(
+            f"TensorRT-LLM is not usable here: {found.reason}", "", f"{found.remedy}; --dry-run shows what would run"
+        )
+    if asked not in (None, found.version):
+        raise OptionError(
+            f"TensorRT-LLM {asked} was asked for and {found.version} is installed",
+            "the installed one, or --dry-run",
+            "leave the version out",
+        )
+    return found.version
+
+
+def _facts_of(made: Mapping[str, Any]) -> dict[str, Any]:
+    keys = ("tensorrt_llm_version", "flow", "tensor_parallel_size", "checked_against")
+    return {key: made[key] for key in keys}
+
+
+def _summary(
+    made: Mapping[str, Any],
+    records: Mapping[str, dict[str, Any]],
+    generations: Mapping[str, Sequence[Mapping[str, Generation]]],
+    method: str,
+    say: Say,
+) -> dict[str, Any]:
+    if method == "plain":
+        return {"plain_tok_s": records["plain"]["figures"]["output_tok_s"], "notes": list(made["notes"])}
+    unknown = {
+        "speedup": None,
+        "round_ms": None,
+        "by_category": dict.fromkeys(records[method]["by_category"]),
+    }
+    summary = summarize(records, generations, [method], {method: unknown})
+    summary["notes"] += made["notes"]
+    summary["notes"].append("no prediction: the library does not time its steps apart")
+    post = made["facts"].get("measured_by_the_post")
+    if post is not None and method == "draft_target":
+        summary["measured_by_the_post"] = {**post, "source": made["source"]}
+    for line in describe_summary(summary):
+        say(line)
+    return summary
+
+
+def describe(
+    target: Checkpoint,
+    drafter: Checkpoint | None,
+    *,
+    tokenizer: Any,
+    version: str,
+    max_draft_len: int = 4,
+    max_prompt_len: int = 512,
+    max_tokens: int = 256,
+    output_tokens: int = 128,
+    tensor_parallel_size: int = 1,
+) -> dict[str, Any]:
+    """Checkpoints of one's own in the form of an experiment, for `plan` and `run_experiment`."""
+    own_eos = tokenizer.eos_token_id
+    eos = sorted(target.eos_token_ids(), key=lambda token: (token != own_eos, token))
+    facts: dict[str, Any] = {
+        "title": f"{target.name} with {drafter.name if drafter else 'no draft model'}",
+        "source": "this workbook",
+        "tensorrt_llm": version,
+        "target": _describe_model(target),
+        "eos_token_ids": eos,
+        "tensor_parallel_size": tensor_parallel_size,
+        "drafter_tensor_parallel_size": 1,
+        "max_draft_len": max_draft_len,
+        "calib_size": 512,
+        "max_batch_size": 1,
+        "max_prompt_len": max_prompt_len,
+        "max_tokens": max_tokens,
+        "output_tokens": output_tokens,
+    }
+    if drafter is not None:
+        facts["drafter"] = _describe_model(drafter)
+    return facts
+
+
+def _describe_model(checkpoint: Checkpoint) -> dict[str, Any]:
+    config = checkpoint.config
+    heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    ties = 1 if config.get("tie_word_embeddings") else 2
+    found = {
+        "name": checkpoint.name,
+        "parameters": parameter_count(config),
+        "embedding_parameters": ties * config["vocab_size"] * config["hidden_size"],
+        "kv_bytes_per_token_fp8": 2 * config["num_hidden_layers"] * heads * size,
+    }
+    return found if checkpoint.folder is None else {**found, "folder": str(checkpoint.folder)}
