@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from safetensors.torch import save_file
 
 from tutorial_lib import engine_dir
 from tutorial_lib.backends import tensorrt_llm as backend_module
@@ -78,12 +79,12 @@ def forget():
 
 
 def model_folder(folder: Path) -> Path:
-    """A Hub download: configuration and tokenizer of a tiny Llama, weights that nobody reads."""
+    """A Hub download: configuration, tokenizer and random weights of a tiny Llama."""
     folder.mkdir()
     checkpoint = resolve(TARGET, say=quiet)
+    save_file(dict(checkpoint.tensors()), folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(checkpoint.config))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3]}))
-    (folder / "model.safetensors").write_bytes(b"weights")
     load_tokenizer(checkpoint).save_pretrained(folder)
     return folder
 
@@ -837,3 +838,73 @@ def test_the_dataset_as_a_command(tmp_path):
     for name, lines in (("prompts.jsonl", 64), ("prompt.csv", 1)):
         dataset.main(["--tokenizer", str(folder), "--output", str(tmp_path / name)])
         assert len((tmp_path / name).read_text().splitlines()) == lines
+
+
+# ---- experiments, from start to record ------------------------------------------------------------------------------
+
+
+def own_experiment(tmp_path, version, drafter=True):
+    """Two tiny checkpoints of one's own, in the form of the posts' experiments."""
+    from tutorial_lib.backends.trtllm.experiment import describe
+    from tutorial_lib.models import Checkpoint
+
+    models = {name: model_folder(tmp_path / name) for name in ("target", "draft")}
+    config = resolve(TARGET, say=quiet).config
+    target, draft = (Checkpoint(f"me/{name}", folder, config) for name, folder in models.items())
+    facts = describe(
+        target, draft if drafter else None, tokenizer=load_tokenizer(target), version=version, max_draft_len=5,
+        max_prompt_len=200, output_tokens=12,
+    )  # fmt: skip
+    return facts
+
+
+def test_one_s_own_checkpoints_are_planned_like_the_posts(tmp_path):
+    facts = own_experiment(tmp_path, "0.15.0")
+    made = plan(facts)
+    assert [s["name"] for s in made["steps"]][:3] == ["fetch-examples", "quantize-target", "quantize-drafter"]
+    quantize = made["steps"][1]["argv"]
+    assert quantize[quantize.index("--model_dir") + 1] == str(tmp_path / "target")
+    assert facts["eos_token_ids"][0] == 2 or set(facts["eos_token_ids"]) == {2, 3}
+    new = plan(facts, "1.2.1")
+    assert [s["name"] for s in new["steps"]][:3] == ["fetch-modelopt", "quantize-target", "quantize-drafter"]
+
+
+@pytest.mark.parametrize(("version", "flow"), [("0.15.0", "engine"), ("1.2.1", "pytorch")])
+def test_an_experiment_from_start_to_record(standin, tmp_path, monkeypatch, version, flow):
+    from tutorial_lib.backends.trtllm import experiment
+
+    standin(version)
+    monkeypatch.setattr(experiment, "probe", lambda limit_s: PROBED[version])
+    monkeypatch.delenv("TENSORRT_LLM_REPO", raising=False)
+    said = []
+    prompts = experiment.load_prompts()[:2]
+    document = experiment.run_experiment(
+        own_experiment(tmp_path, version), work_dir=tmp_path / "work", prompts=prompts, repeats=2, say=said.append,
+        fp8=flow == "engine",
+    )  # fmt: skip
+    monkeypatch.delenv("TENSORRT_LLM_REPO", raising=False)
+    plain, drafted = document["runs"]
+    assert (plain["method"], drafted["method"]) == ("plain", "draft_target")
+    assert drafted["tensorrt_llm"]["flow"] == flow and drafted["backend"] == "tensorrt_llm"
+    assert plain["is_simulated"] and drafted["is_simulated"] and drafted["device"] == "stand-in"
+    assert drafted["figures"]["acceptance_length"] > 1 and plain["figures"]["acceptance_length"] is None
+    assert plain["tokens_sha256"] is None and drafted["max_draft_len"] == 5
+    summary = document["summary"]
+    assert summary["identical_text"] is None and summary["predicted_speedup"] is None and summary["speedup"] > 0
+    assert any("finished" in line or "done in" in line for line in said) or flow == "pytorch"
+    assert str(tmp_path) not in json.dumps(document)
+
+
+def test_an_experiment_of_a_release_that_is_not_installed(standin, monkeypatch):
+    from tutorial_lib.backends.trtllm import experiment
+
+    standin("1.2.1")
+    monkeypatch.setattr(experiment, "probe", lambda limit_s: PROBED["1.2.1"])
+    with pytest.raises(OptionError, match=r"0\.15\.0 was asked for and 1\.2\.1 is installed"):
+        experiment.run_experiment("llama-3.3-70b", version="0.15.0", say=quiet)
+    monkeypatch.setattr(experiment, "probe", probe)
+    for name in ("PYTHONPATH",):
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if "standin" not in p])
+    with pytest.raises(BackendUnavailable, match="--dry-run shows what would run"):
+        experiment.run_experiment("llama-3.3-70b", say=quiet)
