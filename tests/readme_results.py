@@ -22,7 +22,9 @@ HEADER = (
     "| machine | target | method | number format | K | batch | output throughput, tokens/s | speed-up | "
     "acceptance length | record |\n|---|---|---|---|--:|--:|--:|--:|--:|---|"
 )
-_CONFIGURATION = ("experiment", "target", "backend", "dtype", "device", "batch_size", "method", "drafter")
+_CONFIGURATION = (
+    "experiment", "target", "backend", "dtype", "device", "batch_size", "sampling", "prompt_set", "method", "drafter",
+)  # fmt: skip
 
 
 def read_records(folder: Path = RECORDED) -> dict[Path, list[dict[str, Any]]]:

@@ -241,7 +241,7 @@ def record(method: str, tok_s: float, draft_len: int = 0, **changes: object) -> 
     return {
         "kind": "run", "experiment": "bench", "method": method, "backend": "torch", "target": "embedded:target",
         "drafter": None, "dtype": "float32", "device": "cpu", "batch_size": 1, "max_draft_len": draft_len,
-        "is_simulated": False, "figures": figures,
+        "is_simulated": False, "figures": figures, "sampling": {"temperature": None}, "prompt_set": {"sha256": "1"},
         "provenance": {"time_utc": "2026-01-01T00:00:00+00:00", "hardware": {"cpu": "A CPU", "cores": 2}},
     } | changes  # fmt: skip
 
