@@ -908,3 +908,23 @@ def test_an_experiment_of_a_release_that_is_not_installed(standin, monkeypatch):
     monkeypatch.setattr(sys, "path", [p for p in sys.path if "standin" not in p])
     with pytest.raises(BackendUnavailable, match="--dry-run shows what would run"):
         experiment.run_experiment("llama-3.3-70b", say=quiet)
+
+
+@pytest.mark.parametrize(("draft_len", "mode"), [(6, "draft_tokens_external"), (0, "none")])
+def test_building_an_engine_of_one_s_own(standin, tmp_path, monkeypatch, cache, draft_len, mode):
+    from tutorial_lib.backends.trtllm import experiment
+
+    standin("0.15.0")
+    monkeypatch.setattr(experiment, "probe", lambda limit_s: PROBED["0.15.0"])
+    folder, options = model_folder(tmp_path / "model"), {"max_seq_len": 100, "max_draft_len": draft_len, "say": quiet}
+    path = experiment.build_engine(folder, tmp_path / "engine", **options)
+    info = engine_dir.open_engine(path, backend="tensorrt_llm", arch="sm_90")
+    assert info.manifest["build"]["speculative_decoding_mode"] == mode and info.max_seq_len == 100
+    assert f"workbook build {folder.name} --backend tensorrt_llm" in info.rebuild_line
+    assert TensorRTLLMBackend(path, speculative_config=NGramDecodingConfig(max_draft_len=6) if draft_len else None)
+    with pytest.raises(EngineDirError, match="exists already"):
+        experiment.build_engine(folder, tmp_path / "engine", **options)
+    cached = experiment.build_engine(folder, **options)
+    assert cached == experiment.build_engine(folder, **options) and cached.is_relative_to(cache)
+    with pytest.raises(OptionError, match="dtype is 'int8'"):
+        experiment.build_engine(folder, dtype="int8", say=quiet)

@@ -18,8 +18,9 @@ from ...bench.prompts import Prompt, load_prompts, select
 from ...bench.summary import describe as describe_summary
 from ...bench.summary import summarize
 from ...config import DecodingBaseConfig, DraftTargetDecodingConfig, SamplingParams
-from ...errors import BackendUnavailable, OptionError
-from ...models import Checkpoint, parameter_count
+from ...engine_dir import is_engine_dir
+from ...errors import BackendUnavailable, EngineDirError, OptionError
+from ...models import Checkpoint, cache_dir, load_tokenizer, parameter_count, resolve
 from ...results import Generation
 from ..tensorrt_llm import PROBE_LIMIT_S, TensorRTLLMBackend
 from . import plan as plans
@@ -61,7 +62,7 @@ def run_experiment(
     made = plans.plan(experiment, release, flow, method=method, fp8=fp8)
     folders = default_values(work_dir, models_dir) | dict(values or {})
     say(f"{made['title']}: TensorRT-LLM {release}, flow {made['flow']}")
-    run_steps(made, folders, say=say)
+    run_steps(made, folders, kinds=("fetch", "quantize", "build"), say=say)
     if made["flow"] == "engine":
         os.environ["TENSORRT_LLM_REPO"] = folders["trtllm_repo"]
     chosen = select(load_prompts(), prompts_per_category) if prompts is None else list(prompts)
@@ -80,6 +81,51 @@ def run_experiment(
         generations |= session.generations
         records[name]["tensorrt_llm"] = _facts_of(made)
     return {"runs": list(records.values()), "summary": _summary(made, records, generations, method, say)}
+
+
+def build_engine(
+    checkpoint: str | Path,
+    output_dir: str | Path | None = None,
+    *,
+    dtype: str = "auto",
+    max_batch_size: int = 1,
+    max_seq_len: int | None = None,
+    max_draft_len: int = 10,
+    overwrite: bool = False,
+    say: Say = print,
+) -> Path:
+    """`tutorial_lib.build(..., backend="tensorrt_llm")`: an engine directory of the engine flow (0.14 to 1.2).
+
+    max_draft_len: what it can verify from a draft model or a look-up; 0 builds it for plain decoding. dtype: "auto"
+    and "fp8" quantize, "float16" does not. Without `output_dir` it goes to the cache and is used again.
+    """
+    if dtype not in ("auto", "fp8", "float16"):
+        raise OptionError(f"dtype is {dtype!r}", "auto, fp8 or float16 for TensorRT-LLM", "leave it out")
+    release, target = _installed(None), resolve(str(checkpoint), say=say)
+    if target.folder is None:
+        raise OptionError(f"{checkpoint} has no weights to build an engine of", "a folder or a Hub id")
+    length = max_seq_len or min(2048, int(target.config.get("max_position_embeddings", 2048)))
+    facts = describe(
+        target, target, tokenizer=load_tokenizer(target), version=release, max_draft_len=max_draft_len or 1,
+        max_prompt_len=length - length // 2, max_tokens=length // 2,
+    ) | {"max_batch_size": max_batch_size}  # fmt: skip
+    made = plans.plan(facts, release, "engine", fp8=dtype != "float16")
+    name = "build-target" if max_draft_len else "build-plain"
+    wanted = ("fetch-examples", "quantize-target", "convert-target", name)
+    made["steps"] = [step for step in made["steps"] if step["name"] in wanted]
+    short = f"{target.fingerprint()[:12]}-{dtype}"
+    work_dir = cache_dir() / "tensorrt_llm" / f"{release}-{short}"
+    build = made["steps"][-1]
+    planned = build["produces"][0]
+    output = str(
+        Path(output_dir).expanduser().resolve() if output_dir else work_dir / f"engine-{max_draft_len}-{length}"
+    )
+    build["argv"] = [output if word == planned else word for word in build["argv"]]
+    build["produces"] = [output]
+    if is_engine_dir(output) and not overwrite and output_dir is not None:
+        raise EngineDirError(f"{output} exists already", "a free path", "choose another, or say overwrite=True")
+    run_steps(made, default_values(work_dir), kinds=("fetch", "quantize", "build"), say=say)
+    return Path(output)
 
 
 def open_llm(options: Mapping[str, Any], values: Mapping[str, str], *, flow: str | None = None, say: Say) -> LLM:

@@ -333,7 +333,7 @@ class _Jobs:
             "tactics": {},
             "build": {
                 "seconds": round(seconds, 1),
-                "command": f"workbook build {name} --backend tensorrt_llm",
+                "command": _rebuild_command(name, settings),
                 "tensorrt_llm": self.plan["tensorrt_llm_version"],
                 "speculative_decoding_mode": settings.get("--speculative_decoding_mode", "none"),
                 "tensor_parallel_size": int(settings["--workers"]),
@@ -351,6 +351,13 @@ class _Jobs:
         partial = file.with_suffix(".partial")
         partial.write_text(json.dumps(note, indent=1) + "\n", "utf-8")
         partial.replace(file)
+
+
+def _rebuild_command(name: str, settings: Mapping[str, str]) -> str:
+    """The workbook's own command for such an engine; `engine_dir` adds the folder."""
+    words = ["workbook", "build", name, "--backend", "tensorrt_llm", "--max-batch-size", settings["--max_batch_size"]]
+    words += ["--max-seq-len", settings["--max_input_len"], "--max-draft-len", settings.get("--max_draft_len", "0")]
+    return shlex.join(words if "--use_fp8_context_fmha" in settings else [*words, "--dtype", "float16"])
 
 
 def _names(word: str, path: str) -> bool:
