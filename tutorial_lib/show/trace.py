@@ -167,8 +167,9 @@ def _round_html(number: int, round_: Round, tokens: Sequence[TracedToken]) -> st
 
 def _token_html(token: TracedToken) -> str:
     shown = visible(token.text)
+    may_break = "<wbr>" if token.text.startswith(" ") else ""  # a line may break before a word, not behind its space
     inner, line_end = (shown.removesuffix("<br>"), "<br>") if shown.endswith("<br>") else (shown, "")
-    return f'<span class="sd-tok sd-{token.kind}" data-id="{int(token.token_id)}">{inner}</span>{line_end}'
+    return f'{may_break}<span class="sd-tok sd-{token.kind}" data-id="{int(token.token_id)}">{inner}</span>{line_end}'
 
 
 def visible(text: str) -> str:
@@ -176,7 +177,7 @@ def visible(text: str) -> str:
     parts = []
     for char in text:
         if char == " ":
-            parts.append('<span class="sd-ws">·</span><wbr>')
+            parts.append('<span class="sd-ws">·</span>')
         elif char == "\n":
             parts.append('<span class="sd-ws">⏎</span><br>')
         elif char == "\t":
