@@ -363,7 +363,9 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 def complete_draft(shipped: Path, target: Path, folder: Path) -> None:
     """Writes `folder` as a Hugging Face checkpoint: the shipped layers in float32, embeddings taken from the target.
 
-    A shipped `X.weight` may be int8 with `X.weight_scale` [rows]; `draft_vocab` [V_d] goes into a file of its own.
+    A shipped `X.weight` may be int8 with `X.weight_scale` [rows]: the config then says `shipped_as` int8, the form in
+    which an engine for a CPU keeps it, since these weights lose nothing by it. `draft_vocab` [V_d] goes into a file of
+    its own.
     """
     import numpy as np
     from safetensors import SafetensorError
@@ -390,7 +392,8 @@ def complete_draft(shipped: Path, target: Path, folder: Path) -> None:
     save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
     if draft_vocab is not None:
         save_file({"draft_vocab": draft_vocab.astype(np.int64)}, str(folder / "draft_vocab.safetensors"))
-    _write_json(folder / "config.json", {**config, "dtype": "float32"})
+    is_int8 = any(tensor.dtype == np.int8 for tensor in shipped_tensors.values())
+    _write_json(folder / "config.json", {**config, "dtype": "float32", "shipped_as": "int8" if is_int8 else "float32"})
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copyfile(target / name, folder / name)
 

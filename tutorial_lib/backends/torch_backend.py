@@ -150,7 +150,7 @@ class TorchBackend:
         own = checkpoint.config.get("max_position_embeddings", target.max_seq_len)
         info = build_engine(
             checkpoint,
-            dtype="float32" if self._build["dtype"] == "int8" else self._build["dtype"],
+            dtype=self._drafter_dtype(checkpoint),
             max_batch_size=target.max_batch_size,
             max_seq_len=min(target.max_seq_len, own),
             max_draft_len=target.max_draft_len,
@@ -158,6 +158,12 @@ class TorchBackend:
             say=self._build["say"],
         )
         return open_engine(info.path, backend="torch", arch=self._arch)
+
+    def _drafter_dtype(self, checkpoint: Checkpoint) -> str:
+        """On a CPU int8 for a drafter that was shipped so, else the target's form; an int8 target says nothing of it."""
+        if self.device == "cpu" and checkpoint.config.get("shipped_as") == "int8":
+            return "int8"
+        return "auto" if self._build["dtype"] == "int8" else self._build["dtype"]
 
 
 def _refuse_unsupported(

@@ -24,7 +24,7 @@ from ..models import Checkpoint, cache_dir, load_tokenizer
 from .linear import choose_kernels, make_int8_linear, make_linear, quantize_int8
 from .model import Model, ModelConfig, pack
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.bfloat16}  # CPU form -> activations
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.float32}  # CPU form -> activations
 GPU_DTYPES = ("bfloat16", "fp8")
 LINEARS = ("qkv", "o", "gate_up", "down")
 DEFAULT_MAX_SEQ_LEN = 2048
@@ -91,8 +91,8 @@ def build_engine(
 ) -> EngineInfo:
     """Build `output_dir` (default: a folder of the cache named by everything that matters, reused if it is there).
 
-    dtype: on a CPU "float32" (exact; what "auto" means there), "bfloat16", or "int8" (weight-only, bfloat16
-    activations); on a GPU "bfloat16" ("auto") or "fp8" (weights and activations, calibrated). max_seq_len: prompt and
+    dtype: on a CPU "float32" (exact; what "auto" means there), "bfloat16", or "int8" (weight-only, products
+    in bfloat16); on a GPU "bfloat16" ("auto") or "fp8" (weights and activations, calibrated). max_seq_len: prompt and
     output together, None for the smaller of 2048 and the model's own limit. Raises `OptionError` for a limit the model
     does not have, `EngineDirError` for an output directory that cannot be used.
     """

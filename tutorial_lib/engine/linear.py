@@ -6,7 +6,7 @@ answer as the engine's tactic table; `make_linear` only looks it up. Forms of a 
 
   float32 / bfloat16   "plain"   torch.nn.functional.linear (MKL or the platform's BLAS)
                        "onednn"  weight pre-packed by oneDNN (private torch ops: probed, never assumed)
-  int8                 "int8"    weight-only, one scale per output row, bfloat16 activations
+  int8                 "int8"    weight-only, one scale per output row; the product alone is in bfloat16
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def _onednn(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
 def _int8(quantized: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     scale = scale.to(torch.bfloat16)
     if bias is None:
-        return lambda x: torch._weight_int8pack_mm(x, quantized, scale)
-    return lambda x: torch._weight_int8pack_mm(x, quantized, scale) + bias
+        return lambda x: torch._weight_int8pack_mm(x.to(torch.bfloat16), quantized, scale).to(x.dtype)
+    return lambda x: torch._weight_int8pack_mm(x.to(torch.bfloat16), quantized, scale).to(x.dtype) + bias
 
 
 KERNELS: Mapping[str, Callable[..., Linear]] = {"plain": _plain, "onednn": _onednn}
@@ -137,5 +137,5 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, kernel_by_rows:
 
 
 def make_int8_linear(quantized: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-    """Weight-only int8: x bfloat16 [rows, in] -> bfloat16 [rows, out]."""
+    """Weight-only int8: x [rows, in] -> [rows, out] in x's dtype, multiplied in bfloat16."""
     return _int8(quantized.contiguous(), scale, bias)
