@@ -11,6 +11,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from stand_ins import p_value
 
 from tutorial_lib.config import SamplingParams
 from tutorial_lib.engine.sampling import Purpose, probabilities
@@ -18,20 +19,6 @@ from tutorial_lib.engine.verify import Verdict, accept_greedy, accept_sampled, r
 
 P = torch.tensor([0.5, 0.3, 0.2])
 Q = torch.tensor([0.2, 0.5, 0.3])
-
-
-def p_value(counts, expected) -> float:
-    """Chi-square goodness of fit of `counts` to the distribution `expected`; 0 if an impossible outcome was counted."""
-    counts, expected = torch.as_tensor(counts, dtype=torch.float64), torch.as_tensor(expected, dtype=torch.float64)
-    if counts[expected == 0].sum() > 0:
-        return 0.0
-    counts, expected = counts[expected > 0], expected[expected > 0] / expected.sum()
-    if len(counts) == 1:
-        return 1.0
-    wanted = counts.sum() * expected
-    assert wanted.min() >= 5, "too few draws for a chi-square test"
-    statistic = ((counts - wanted) ** 2 / wanted).sum()
-    return float(torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2.0), statistic.float() / 2))
 
 
 def simulate(p_rows: torch.Tensor, q_rows: torch.Tensor | None, rounds: int, seed: int = 0, drafted=None):
