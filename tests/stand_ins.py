@@ -144,6 +144,23 @@ class Pieces:
         return b"".join(self.table[i] for i in kept).decode("utf-8", errors="replace")
 
 
+# ---- statistics -----------------------------------------------------------------------------------------------------
+
+
+def p_value(counts, expected) -> float:
+    """Chi-square goodness of fit of `counts` to the distribution `expected`; 0 if an impossible outcome was counted."""
+    counts, expected = torch.as_tensor(counts, dtype=torch.float64), torch.as_tensor(expected, dtype=torch.float64)
+    if counts[expected == 0].sum() > 0:
+        return 0.0
+    counts, expected = counts[expected > 0], expected[expected > 0] / expected.sum()
+    if len(counts) == 1:
+        return 1.0
+    wanted = counts.sum() * expected
+    assert wanted.min() >= 5, "too few draws for a chi-square test"
+    statistic = ((counts - wanted) ** 2 / wanted).sum()
+    return float(torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2.0), statistic.float() / 2))
+
+
 # ---- reference ------------------------------------------------------------------------------------------------------
 
 

@@ -12,12 +12,15 @@ import torch
 
 from .sampling import Purpose
 
-_MIX = (-7723592293110705685, -4658895280553007687)  # the two multipliers of the 64-bit finalizer of splitmix64
+# splitmix64 (Steele et al. 2014): its finalizer over a weighted sum of seed and counter, with odd weights far apart so
+# that no two of (seed, position, purpose) in use meet in one sum.
+_SEED_STEP, _COUNTER_STEP = 0x5851F42D4C957F2D, 0x1E3779B97F4A7C15
+_MIX = (-4658895280553007687, -7723592293110705685)
 
 
 @dataclass
 class SlotParams:
-    """Sampling parameters of every slot, on the device. top_k 0 and top_p 1 keep everything."""
+    """Sampling parameters of every slot, on the device. top_k 0 and top_p 1 keep everything; top_p 0 is greedy."""
 
     temperature: torch.Tensor  # float32 [slots]
     top_k: torch.Tensor  # int64 [slots]
@@ -43,8 +46,8 @@ def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def uniform(seed: torch.Tensor, position: torch.Tensor, purpose: Purpose) -> torch.Tensor:
-    """float32 in [0, 1), one for every (seed, position); int64 tensors that broadcast."""
-    x = seed + position * 4 + int(purpose) + 0x1E3779B97F4A7C15 * (position + 1)
+    """float32 in [0, 1), one for every (seed, position, purpose); int64 tensors that broadcast."""
+    x = seed * _SEED_STEP + (position * 4 + int(purpose)) * _COUNTER_STEP
     for multiplier, bits in zip(_MIX, (30, 27), strict=True):
         x = (x ^ _shift(x, bits)) * multiplier
     x = x ^ _shift(x, 31)
@@ -53,13 +56,15 @@ def uniform(seed: torch.Tensor, position: torch.Tensor, purpose: Purpose) -> tor
 
 def probabilities(logits: torch.Tensor, params: SlotParams) -> torch.Tensor:
     """float32 [rows, V] after temperature, top-k and top-p of each row (params: one entry for each row)."""
-    ordered, order = (logits / params.temperature[:, None]).sort(dim=-1, descending=True, stable=True)
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    ordered = (ordered - ordered[:, :1]) / params.temperature[:, None]  # at most 0: a tiny temperature gives -inf only
     rank = torch.arange(logits.shape[-1], device=logits.device)
     limit = torch.where(params.top_k > 0, params.top_k, logits.shape[-1]).clamp(max=logits.shape[-1])
     kth = ordered.gather(1, (limit - 1)[:, None])
     probs = torch.softmax(ordered.masked_fill(ordered < kth, -torch.inf), dim=-1)
     before = probs.cumsum(-1) - probs
-    probs = probs.masked_fill((before >= params.top_p[:, None]) & (rank > 0), 0.0)
+    top_p = torch.where(params.top_p < 1, params.top_p, 2.0)[:, None]  # rounded sums may reach 1 before the end
+    probs = probs.masked_fill((before >= top_p) & (rank > 0), 0.0)
     probs = probs / probs.sum(-1, keepdim=True)
     return torch.zeros_like(probs).scatter_(1, order, probs)
 
