@@ -1,8 +1,8 @@
 """Every notebook as the batch runner executes it, in the default profile, within its time box.
 
-Each is executed once per session, smaller than `make run` where it has a parameter for size, and looked at from
-several sides. What a cell tagged `nbval-check-output` shows must come out again in a second run of the notebook: it
-is compared by nbval, since a stripped notebook holds nothing to compare with.
+Each is executed once per session and looked at from several sides. What a cell tagged `nbval-check-output` shows must
+come out again in a second run of the notebook: it is compared by nbval, since a stripped notebook holds nothing to
+compare with.
 """
 
 from __future__ import annotations
@@ -21,6 +21,11 @@ from tutorial_lib.errors import OptionError
 
 LESSONS = sorted(NOTEBOOKS.glob("*.ipynb"))
 TIME_BOX_S = 300
+# Less work than a reader's run, so that the suite stays within its time; every cell runs all the same.
+SMALLER = {
+    "02_speculative_runs": {"max_tokens": 32, "draws": 5000, "repeats": 1},
+    "07_benchmark_plots": {"max_tokens": 24, "repeats": 2},
+}
 PLOTLY = "application/vnd.plotly.v1+json"
 
 each_lesson = pytest.mark.parametrize("lesson", LESSONS, ids=lambda path: path.stem)
@@ -28,13 +33,14 @@ each_lesson = pytest.mark.parametrize("lesson", LESSONS, ids=lambda path: path.s
 
 @pytest.fixture(scope="session")
 def executed(tmp_path_factory: pytest.TempPathFactory):
-    """Execute a lesson on first use; the row of the summary and the executed notebook."""
+    """Execute a lesson on first use: the row of the summary, the executed notebook, the folder they are in."""
     out, done = tmp_path_factory.mktemp("executed"), {}
 
-    def execute(lesson: Path) -> tuple[runner.NotebookRun, nbformat.NotebookNode]:
+    def execute(lesson: Path) -> tuple[runner.NotebookRun, nbformat.NotebookNode, Path]:
         if lesson not in done:
             folder = out / lesson.stem
-            summary = runner.run_notebooks([lesson], profile="cpu", out_dir=folder, timeout_s=TIME_BOX_S)
+            sizes = SMALLER.get(lesson.stem, {})
+            summary = runner.run_notebooks([lesson], parameters=sizes, out_dir=folder, timeout_s=TIME_BOX_S)
             done[lesson] = (summary.rows[0], nbformat.read(folder / lesson.name, as_version=4), folder)
         return done[lesson]
 
