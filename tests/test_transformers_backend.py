@@ -35,7 +35,7 @@ def draft(name: str, k: int) -> DraftTargetDecodingConfig:
 
 
 def ngram(k: int) -> NGramDecodingConfig:
-    return NGramDecodingConfig(max_draft_len=k, max_matching_ngram_size=2, is_use_oldest=True)
+    return NGramDecodingConfig(max_draft_len=k, max_matching_ngram_size=3, is_use_oldest=True)
 
 
 METHODS = {"oracle": lambda k: draft(TINY, k), "weak": lambda k: draft(WEAK, k), "ngram": ngram}
@@ -109,9 +109,11 @@ def test_drafting_changes_nothing_on_other_architectures(name):
 
 
 def test_ngram_drafts_what_followed_before():
-    generation = one(TransformersBackend(TINY, speculative_config=ngram(3)), max_tokens=40)
+    backend = TransformersBackend(TINY, speculative_config=ngram(3))
+    generation = one(backend, max_tokens=40)
     drafted = [r.drafted for r in generation.rounds if r.drafted]
     text = [*PROMPT, *generation.token_ids]
+    assert backend._generation_config(SamplingParams()).max_matching_ngram_size == 3
     assert drafted and all(any(text[i : i + len(d)] == list(d) for i in range(len(text))) for d in drafted)
 
 
@@ -169,13 +171,14 @@ def write_folder(folder: Path, generation_config: dict) -> str:
 def test_every_listed_eos_ends_and_can_be_ignored(plain, method, tmp_path):
     whole = one(plain, max_tokens=24).token_ids
     second = whole[6]
-    folder = write_folder(tmp_path / "m", {"eos_token_id": [257, second], "do_sample": True, "temperature": 3.0})
+    recommended = {"do_sample": True, "temperature": 3.0, "repetition_penalty": 5.0}
+    folder = write_folder(tmp_path / "m", {"eos_token_id": [257, second], **recommended})
     backend = TransformersBackend(folder, speculative_config=METHODS[method](4) if method else None)
     assert backend.info["eos_token_ids"] == sorted({257, second})
     ended = backend.generate([PROMPT], [SamplingParams(max_tokens=24)])[0]
     assert ended.token_ids == whole[: whole.index(second) + 1]
     assert (ended.finish_reason, ended.stop_reason) == ("stop", None)
-    # What the checkpoint recommends (sampling at temperature 3) is not what was asked for.
+    # What the checkpoint recommends is not what was asked for.
     assert one(backend, max_tokens=24).token_ids == whole
 
 
@@ -272,9 +275,13 @@ def test_stream_grows_to_the_whole(plain, method):
 
 
 def test_an_abandoned_stream_ends_and_the_backend_works_on(plain):
+    passes: list[int] = []
+    counter = plain._model.model.register_forward_pre_hook(lambda *_: passes.append(1))
     stream = plain.stream(PROMPT, SamplingParams(max_tokens=1500, ignore_eos=True))
     next(stream)
     stream.close()
+    counter.remove()
+    assert 1 <= len(passes) < 1500
     assert not plain._model._forward_pre_hooks and not plain._one_at_a_time.locked()
     assert len(one(plain, max_tokens=3).token_ids) == 3
 
