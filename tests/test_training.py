@@ -1,0 +1,414 @@
+"""Training a drafter: the corpus is the target's own text, the loss is right, what is shipped loads as it was saved."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+from tutorial_lib.bench.prompts import Prompt, load_prompts
+from tutorial_lib.drafters import corpus as corpus_module
+from tutorial_lib.drafters import training
+from tutorial_lib.drafters.corpus import (
+    ANSWER,
+    FORCED,
+    USER,
+    Corpus,
+    CorpusSettings,
+    Template,
+    choose_shortlist,
+    coverage,
+    first_choices,
+    generate_corpus,
+    greedy_texts,
+)
+from tutorial_lib.drafters.openers import PLAIN, REQUESTS, STARTS, draw_opener
+from tutorial_lib.drafters.training import Text, TrainingSettings, acceptance_length, walk_rounds
+from tutorial_lib.embedded import SHIPPED_DRAFT, complete_draft
+from tutorial_lib.errors import OptionError
+from tutorial_lib.models import load_tokenizer, resolve
+
+TINY = "dummy:llama-3.1-8b?layers=4&hidden=64&head_dim=16&heads=4&kv_heads=2&vocab=320&seed=3"
+
+
+@pytest.fixture(scope="module")
+def target():
+    """A random Llama in which a fifth of all tokens ends a turn."""
+    found = resolve(TINY)
+    return dataclasses.replace(found, config={**found.config, "eos_token_id": list(range(257, 320))})
+
+
+@pytest.fixture(scope="module")
+def reference(target):
+    """The same weights in transformers, which nobody here wrote."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(LlamaConfig(**target.config)).eval()
+    model.load_state_dict(dict(target.tensors("cpu", torch.float32)), strict=False)
+    model.tie_weights()
+    return model
+
+
+@pytest.fixture(scope="module")
+def corpus(target):
+    settings = CorpusSettings(rows=16, length=80, follow_up_share=0.6, max_answer=30)
+    return generate_corpus(target, settings, documents=80, seed=1, say=lambda line: None)
+
+
+@torch.inference_mode()
+def alone(model, prompt, count, stops):
+    """Greedy by recomputing everything, one text at a time."""
+    ids = list(prompt)
+    while len(ids) < len(prompt) + count:
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        if ids[-1] in stops:
+            break
+    return ids[len(prompt) :]
+
+
+# ------------------------------------------------------------------------------------------------- acceptance by hand
+
+
+@pytest.mark.parametrize(
+    "match, k, rounds",
+    [
+        ([1, 0, 1, 1], 4, [(4, 1, 2), (2, 2, 2)]),  # what matches after the first mismatch does not count
+        ([0, 0, 0], 4, [(3, 0, 1), (2, 0, 1), (1, 0, 1)]),
+        ([1] * 10, 4, [(4, 4, 5), (4, 4, 5)]),
+        ([1] * 11, 4, [(4, 4, 5), (4, 4, 5), (1, 1, 1)]),  # the last round emits what is left
+        ([1, 1, 0, 0, 1, 0], 2, [(2, 2, 3), (2, 0, 1), (2, 1, 2)]),
+        ([], 4, []),
+    ],
+)
+def test_rounds_walk_over_a_known_text(match, k, rounds):
+    match = [bool(m) for m in match]
+    assert walk_rounds(match, k) == rounds
+    expected = sum(r[2] for r in rounds) / len(rounds) if rounds else math.nan
+    assert acceptance_length(match, k) == pytest.approx(expected, nan_ok=True)
+
+
+def test_evaluation_counts_per_round_by_category_and_position(target, monkeypatch):
+    draft = training.new_draft_model(target, torch.arange(320), [0])
+    texts = [Text("a", [1], [1] * 5), Text("b", [1], [1] * 4), Text("a", [1], [1])]
+    found = {"a": [True, False, True, True], "b": [False, True, True]}
+    monkeypatch.setattr(training, "matches", lambda d, t: [found["a"], found["b"], []])
+    result = training.evaluate(draft, texts, 2)
+    # a: (2,1,2) (2,2,2); b: (2,0,1) (2,2,2)
+    assert result["by_category"] == {"a": 2.0, "b": 1.5}
+    assert result["acceptance_length"] == 1.75
+    assert result["acceptance_by_position"] == [0.75, 0.5]
+    assert result["agreement"] == pytest.approx(5 / 7, abs=1e-4)
+    assert result["output_tokens"] == 10
+
+
+def test_matches_are_what_a_drafter_decoding_alone_would_propose(target):
+    draft = training.new_draft_model(target, torch.tensor([3, 5, 9, 40, 77, 200, 301]), [0, 3])
+    generator = torch.Generator().manual_seed(0)
+    texts = [
+        Text("x", *(torch.randint(256, (n,), generator=generator).tolist() for n in sizes))
+        for sizes in [(3, 9), (17, 4), (1, 1), (8, 30)]
+    ]
+    for text in texts:  # make some of the drafter's own choices true
+        for i in range(1, len(text.output_ids), 2):
+            seen = torch.tensor([text.prompt_ids + text.output_ids[:i]])
+            text.output_ids[i] = int(draft.first_choices(draft(seen))[0, -1])
+    expected = [
+        [
+            int(draft.first_choices(draft(torch.tensor([t.prompt_ids + t.output_ids[:i]])))[0, -1]) == t.output_ids[i]
+            for i in range(1, len(t.output_ids))
+        ]
+        for t in texts
+    ]
+    assert training.matches(draft, texts, tokens_per_pass=40) == expected
+    assert sum(map(sum, expected)) >= 20
+
+
+# ------------------------------------------------------------------------------------------------------- lock step
+
+
+def test_rows_in_lock_step_decode_as_each_alone(target, reference):
+    generator = torch.Generator().manual_seed(4)
+    prompts = [torch.randint(256, (n,), generator=generator).tolist() for n in (1, 2, 23, 7, 7, 40)]
+    stops = target.eos_token_ids()
+    together = greedy_texts(target, prompts, max_tokens=20)
+    assert together == [alone(reference, p, 20, stops) for p in prompts]
+    assert min(map(len, together)) < 20 and max(map(len, together)) == 20
+
+
+def test_corpus_keeps_what_the_target_would_say(corpus, reference):
+    """Also proves that a row which begins its next document sees nothing of the last one."""
+    lengths = corpus.offsets.diff()
+    assert lengths.min() < 40 and lengths.max() == 80 and corpus.documents == 80
+    greedy_answers = 0
+    for document in range(corpus.documents):
+        places = slice(int(corpus.offsets[document]), int(corpus.offsets[document + 1]))
+        tokens, kinds = corpus.tokens[places].long(), corpus.kinds[places]
+        with torch.inference_mode():
+            truth = reference(tokens[None]).logits[0].log_softmax(-1)
+        recorded = (kinds[1:] != FORCED).nonzero()[:, 0]
+        ids, logprobs = corpus.top_ids[places][recorded].long(), corpus.top_logprobs[places][recorded].float()
+        torch.testing.assert_close(truth[recorded].gather(1, ids), logprobs, atol=5e-3, rtol=2e-3)
+        assert torch.equal(truth[recorded].topk(1).indices[:, 0], ids[:, 0])
+        if corpus.temperatures[document] == 0:
+            said = (kinds[1:] == ANSWER).nonzero()[:, 0]
+            assert torch.equal(corpus.top_ids[places][said, 0].long(), tokens[1:][said])
+            greedy_answers += len(said)
+    assert greedy_answers > 200
+
+
+def test_corpus_follows_the_chat_template(corpus, target):
+    template = Template.of(load_tokenizer(target))
+    stops = {*target.eos_token_ids(), template.to_answer[0]}
+    chats = follow_ups = 0
+    for document in range(corpus.documents):
+        places = slice(int(corpus.offsets[document]), int(corpus.offsets[document + 1]))
+        tokens, kinds = corpus.tokens[places].tolist(), corpus.kinds[places].tolist()
+        if tokens[: len(template.head)] != template.head:
+            continue
+        chats += 1
+        at = 0
+        for kind, group in itertools.groupby(kinds):
+            n = len(list(group))
+            piece, at = tokens[at : at + n], at + n
+            if kind == USER and at < len(tokens):
+                assert piece[-1] == template.to_answer[0]
+                assert tokens[at : at + len(template.to_answer) - 1] == template.to_answer[1:][: len(tokens) - at]
+            if kind == ANSWER:
+                assert not stops & set(piece[:-1])
+                if at < len(tokens):
+                    assert piece[-1] in stops
+                    assert tokens[at : at + len(template.to_user)] == template.to_user[: len(tokens) - at]
+                    follow_ups += 1
+    assert chats > 50 and follow_ups > 5
+
+
+def test_same_seed_same_corpus_and_files_round_trip(target, tmp_path):
+    settings = CorpusSettings(rows=4, length=64)
+
+    def write(seed):
+        return generate_corpus(target, settings, documents=6, seed=seed, say=lambda line: None)
+
+    first = write(5)
+    first.save(tmp_path / "corpus.safetensors")
+    again = Corpus.load(tmp_path / "corpus.safetensors")
+    assert torch.equal(first.tokens, write(5).tokens) and torch.equal(first.top_logprobs, again.top_logprobs)
+    assert not torch.equal(first.tokens[:200], write(6).tokens[:200])
+
+
+def test_time_limit_keeps_what_is_written(target, monkeypatch):
+    settings = CorpusSettings(rows=30, length=96, complete_share=0.0, plain_share=0.0)
+    moments = iter([0.0, 0.5, 0.5, 1.5, 1.5])  # the clock is read before and after every 16 tokens per row
+    monkeypatch.setattr(corpus_module.time, "monotonic", lambda: next(moments))
+    found = generate_corpus(target, settings, seconds=1.0, seed=0, say=lambda line: None)
+    assert found.documents == 30 and set(found.offsets.diff().tolist()) == {17}
+    with pytest.raises(OptionError, match="exactly one"):
+        generate_corpus(target, settings, seconds=1, documents=1)
+
+
+def test_largest_equals_topk():
+    logits = torch.randn(7, 64 * 80)
+    values, ids = corpus_module._largest(logits, 64)
+    expected = logits.topk(64)
+    assert torch.equal(values, expected.values) and torch.equal(ids, expected.indices)
+
+
+def test_draws_follow_temperature_and_top_p():
+    values = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).repeat(60_000, 1)
+    temperature = torch.full((60_000,), 0.5)
+    temperature[:100] = 0
+    generator = torch.Generator().manual_seed(0)
+    drawn = corpus_module._draw(values, temperature, 0.95, generator)
+    assert (drawn[:100] == 0).all()
+    p = F.softmax(torch.tensor([4.0, 2.0, 0.0, -2.0]), 0)  # 0.865 0.117 0.016 0.002: two reach 0.95
+    counts = torch.bincount(drawn[100:], minlength=4) / (60_000 - 100)
+    torch.testing.assert_close(counts, torch.stack([p[0], p[1], p[2] * 0, p[3] * 0]) / (p[0] + p[1]), atol=6e-3, rtol=0)
+
+
+# ---------------------------------------------------------------------------------------------------------- openers
+
+
+def test_openers_are_filled_varied_and_not_the_bundled_prompts():
+    rng = random.Random(0)
+    drawn = [draw_opener(rng) for _ in range(3000)]
+    assert not any("{" in o.text for o in drawn if "python" not in o.text.lower())
+    assert {o.category for o in drawn} == {*STARTS, *REQUESTS, "plain"}
+    assert len({o.text for o in drawn if o.is_complete}) > 600
+    bundled = [turn.lower() for prompt in load_prompts() for turn in prompt.turns]
+    for opener in drawn:
+        if len(opener.text) > 40:
+            assert not any(opener.text.lower() in turn or turn in opener.text.lower() for turn in bundled), opener.text
+    assert not any(text in turn for text in PLAIN if len(text) > 20 for turn in bundled)
+
+
+# --------------------------------------------------------------------------------------------------------- training
+
+
+def test_shortlist_is_what_the_target_ranks_first_most_often():
+    kinds = torch.tensor([FORCED, ANSWER, ANSWER, USER, ANSWER, ANSWER], dtype=torch.uint8)
+    first = torch.tensor([7, 7, 4, 2, 9, 0], dtype=torch.int32)  # for the token after; the last one has none
+    part = Corpus(
+        tokens=torch.zeros(6, dtype=torch.int32),
+        kinds=kinds,
+        top_ids=first[:, None].repeat(1, 16),
+        top_logprobs=torch.zeros(6, 16, dtype=torch.float16),
+        offsets=torch.tensor([0, 6]),
+        temperatures=torch.zeros(1),
+    )
+    assert choose_shortlist(part, 12, 2, always=[11]).tolist() == [7, 11]
+    counts = first_choices(part, 12)
+    assert counts.tolist() == [0, 0, 1, 0, 0, 0, 0, 2, 0, 1, 0, 0]
+    assert coverage(counts, torch.tensor([7, 11])) == 0.5
+
+
+def test_loss_and_its_gradient_equal_plain_cross_entropy():
+    torch.manual_seed(0)
+    hidden, head = torch.randn(9000, 12, requires_grad=True), torch.randn(50, 12)
+    labels = torch.stack([torch.randperm(50)[:16] for _ in range(9000)])
+    probs = torch.rand(9000, 16).softmax(-1)
+    dense = torch.zeros(9000, 50).scatter_add_(1, labels, probs)
+    expected = F.cross_entropy(hidden @ head.T, dense)
+    (wanted,) = torch.autograd.grad(3 * expected, hidden)
+    found = training.ShortlistLoss.apply(hidden, head, labels, probs)
+    (gradient,) = torch.autograd.grad(3 * found, hidden)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradient, wanted, atol=1e-7, rtol=1e-4)
+
+
+def test_batches_pair_every_position_with_the_targets_next_choices(corpus):
+    settings = TrainingSettings(init_layers=(0,), steps=1, tokens_per_step=512, user_share=1.0, hard_share=0.25)
+    shortlist = choose_shortlist(corpus, 320, 200)
+    examples = training._Examples(corpus, shortlist, 320, 10, settings)
+    seen = 0
+    for tokens, where, _, probs in itertools.islice(examples.batches(), len(examples.groups)):
+        assert tokens.numel() <= 512 or len(tokens) == 1
+        torch.testing.assert_close(probs.sum(-1), torch.ones(len(where)))
+        rows, at = where // tokens.shape[1], where % tokens.shape[1]
+        assert (at + 1 < tokens.shape[1]).all() and (probs[:, 0] >= 0.25).all()
+        seen += len(where)
+        del rows
+    first = corpus.top_ids[:-1, 0][corpus.kinds[1:] != FORCED].long()
+    in_list = torch.isin(first, shortlist).float().mean().item()
+    trainable = int((corpus.kinds != FORCED).sum()) * in_list
+    assert 0.75 * trainable < seen <= trainable
+    trained_on = torch.cat([documents for documents, _ in examples.groups]).tolist()
+    assert sorted(trained_on + examples.held_out) == list(range(corpus.documents))
+
+
+def test_draft_model_is_a_llama(target, reference):
+    """All four layers of the target as a draft model give the target's own logits."""
+    draft = training.new_draft_model(target, torch.arange(320), range(4))
+    ids = torch.randint(256, (2, 30))
+    with torch.inference_mode():
+        torch.testing.assert_close(F.linear(draft(ids), draft.head), reference(ids).logits, atol=2e-4, rtol=1e-3)
+    assert training.spread_layers(4, 30) == [0, 10, 19, 29] and training.spread_layers(1, 30) == [0]
+
+
+@pytest.fixture(scope="module", params=["muon", "adamw"])
+def trained(request, target, corpus):
+    settings = TrainingSettings(
+        init_layers=(0, 3), shortlist_size=256, steps=40, tokens_per_step=512, optimizer=request.param, held_out=12
+    )
+    return training.train_draft_model(target, corpus, settings, say=lambda line: None)
+
+
+def test_training_lowers_the_loss_and_raises_acceptance(trained):
+    losses = [point["loss"] for point in trained.curve if point["loss"] is not None]
+    assert trained.steps == 40 and losses[-1] < 0.8 * losses[0]
+    assert trained.curve[-1]["agreement"] > trained.curve[0]["agreement"] + 0.05
+    assert [point["step"] for point in trained.curve][-1] == 40
+    assert trained.curve[-1]["acceptance_length"] > trained.curve[0]["acceptance_length"]
+
+
+def test_embeddings_and_head_stay_the_targets(trained, target):
+    tensors = target.tensors("cpu", torch.float32)
+    assert torch.equal(trained.draft.embed, tensors["model.embed_tokens.weight"])
+    assert torch.equal(trained.draft.head, tensors["lm_head.weight"][trained.draft.shortlist])
+
+
+def test_what_is_shipped_loads_as_it_was_measured(trained, target, corpus, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    texts = {"held out": training.held_out_texts(corpus, trained.held_out)}
+    card = training.make_and_export(
+        target, corpus, CorpusSettings(), 1.0, trained, texts, ["python", "x"], tmp_path / "d", say=lambda line: None
+    )
+    loaded = training.load_draft(tmp_path / "d", target)
+    for name, parameter in loaded.named_parameters():
+        torch.testing.assert_close(parameter, dict(trained.draft.named_parameters())[name], atol=1e-6, rtol=0)
+    assert training.evaluate(loaded, texts["held out"]) == card["evaluation"]["held out"]
+    # the way the package completes it, read by transformers
+    folder = tmp_path / "target"
+    folder.mkdir()
+    save_file(
+        {k: v.clone() for k, v in target.tensors("cpu", torch.float32).items()}, str(folder / "model.safetensors")
+    )
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        (folder / name).write_text("{}")
+    (tmp_path / "whole").mkdir()
+    complete_draft(tmp_path / "d", folder, tmp_path / "whole")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.float32)
+    ids = torch.randint(256, (1, 20))
+    with torch.inference_mode():
+        logits = model(ids).logits[0][:, loaded.shortlist]
+        torch.testing.assert_close(logits, F.linear(loaded(ids)[0], loaded.head), atol=2e-4, rtol=1e-3)
+    stored = json.loads((tmp_path / "d" / "card.json").read_text())
+    assert stored["weights_bytes"] == (tmp_path / "d" / "model.safetensors").stat().st_size
+    assert "acceptance length **" in (tmp_path / "d" / "CARD.md").read_text()
+
+
+def test_int8_keeps_every_weight_within_half_a_step():
+    weight = torch.randn(5, 40)
+    weight[2] = 0
+    rounded, scale = training.to_int8(weight)
+    assert rounded.dtype == torch.int8 and scale.shape == (5,)
+    assert ((rounded * scale[:, None] - weight).abs() <= scale[:, None] / 2 + 1e-7).all()
+
+
+def test_two_turn_prompts_are_answered_in_turn(target):
+    prompts = [Prompt("1", "chat", ("hello", "and then")), Prompt("2", "code", ("sort",))]
+    texts = training.bundled_texts(target, prompts, max_tokens=5)
+    assert [t.category for t in texts] == ["chat", "code", "chat"]
+    tokenizer = load_tokenizer(target)
+    assert tokenizer.decode(texts[0].output_ids, skip_special_tokens=True) in tokenizer.decode(texts[2].prompt_ids)
+    assert all(1 <= len(t.output_ids) <= 5 for t in texts)
+
+
+# ------------------------------------------------------------------------------------------- command line and package
+
+
+def test_command_line_trains_and_refuses(tmp_path):
+    def run(*options):
+        command = [sys.executable, "-m", "tutorial_lib.drafters.training", "--target", TINY, *options]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+    done = run("--minutes", "0.05", "--out", str(tmp_path / "draft"), "--shortlist", "128")
+    assert done.returncode == 0, done.stderr
+    assert "held-out answers" in done.stdout and (tmp_path / "draft" / "CARD.md").is_file()
+    card = json.loads((tmp_path / "draft" / "card.json").read_text())
+    assert card["shortlist"]["size"] == 128 and str(tmp_path) not in json.dumps(card)
+    refused = run("--minutes", "0", "--out", str(tmp_path / "x"))
+    assert refused.returncode == 2 and refused.stderr.startswith("error: minutes is 0") and not refused.stdout
+
+
+def test_shipped_drafter_is_small_complete_and_good_enough():
+    card = json.loads((SHIPPED_DRAFT / "card.json").read_text())
+    tensors = load_file(str(SHIPPED_DRAFT / "model.safetensors"))
+    config = json.loads((SHIPPED_DRAFT / "config.json").read_text())
+    assert sum(path.stat().st_size for path in SHIPPED_DRAFT.iterdir()) <= 15_000_000
+    assert not any("embed_tokens" in name or "lm_head" in name for name in tensors)
+    assert len([n for n in tensors if n.endswith("q_proj.weight")]) == config["num_hidden_layers"] == card["layers"]
+    vocab = tensors["draft_vocab"]
+    assert vocab.dtype == torch.int32 and (vocab.diff() > 0).all() and len(vocab) == card["shortlist"]["size"]
+    assert card["target_model"] == "SmolLM2-135M-Instruct" and card["license"] == "Apache-2.0"
+    measured = card["evaluation"]["bundled prompts"]
+    assert measured["max_draft_len"] == 4 and measured["acceptance_length"] >= 2.2
+    assert abs(measured["acceptance_length"] - card["before_int8"]["bundled prompts"]) < 0.03
