@@ -417,7 +417,7 @@ def test_the_calls_of_a_draft_run():
 
 
 def test_every_eos_ends_and_limits_hold_inside_a_round():
-    found = from_calls(draft_calls(), SamplingParams(max_tokens=20), eos=(99, 5))
+    found = from_calls(draft_calls(), SamplingParams(max_tokens=20), eos=(99, 5, 0))
     assert found.token_ids == [1, 2, 3, 4, 5] and found.finish_reason == "stop"
     assert [r.emitted for r in found.rounds] == [(1, 2, 3), (4, 5)]
     found = from_calls(draft_calls(), SamplingParams(max_tokens=3))
@@ -725,6 +725,8 @@ def test_the_worker_loads_its_engines_once(engines):
     for length in (3, 20, 7):
         drafted.generate([PROMPT[:length]], [SamplingParams(max_tokens=4)])
     assert drafted._flow._running_worker()._process.pid == process
+    log = (Path(drafted._flow._work.name) / "run.log").read_text()
+    assert re.findall(r"loaded (\S+)", log) == ["target-engine", "draft-engine"]
     drafted.close()
     assert worker._process.poll() is not None
 

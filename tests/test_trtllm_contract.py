@@ -142,8 +142,12 @@ def test_the_posts_flags_in_the_plan_for_0_15():
         assert "--speculative_decoding_mode" not in other and "--max_draft_len" not in other
         limits = ("--max_batch_size", "--max_input_len", "--max_seq_len", "--use_paged_context_fmha")
         assert [other[limit] for limit in limits] == [target[limit] for limit in limits]
+    longest_prompt, output = 2048, 1024  # what the experiment says; a round's input is prompt and output so far
+    assert int(target["--max_input_len"]) >= longest_prompt + output
+    assert int(target["--max_seq_len"]) >= int(target["--max_input_len"]) + output
     run = step_named(made, "run-draft_target")["argv"]
     assert settings(run)["--draft_target_model_config"] == "[10,[0],[0],False]"
+    assert int(settings(run)["--max_input_length"]) == longest_prompt  # the default cuts at 923
     assert settings(run)["--num_beams"] == "1" and "--kv_cache_enable_block_reuse" in run
     assert run[:2] == ["python3", "{trtllm_repo}/examples/run.py"]
     plain = step_named(made, "run-plain")["argv"]
