@@ -8,8 +8,8 @@ refuses by name; nothing is dropped.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+import threading
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, overload
@@ -112,6 +112,7 @@ class LLM:
             **own,
         )
         self.speculative_config = speculative_config
+        self._turn = threading.Lock()  # async streams step in threads; the engine serves one at a time
 
     @property
     def tokenizer(self) -> Any:
@@ -144,7 +145,8 @@ class LLM:
         params = sampling_params if isinstance(sampling_params, (list, tuple)) else [sampling_params] * len(prompts)
         if len(params) != len(prompts):
             raise OptionError(f"{len(params)} sampling_params for {len(prompts)} prompts", "one, or one for each")
-        generations = self._backend.generate(prompts, [p or SamplingParams() for p in params])
+        with self._turn:
+            generations = self._backend.generate(prompts, [p or SamplingParams() for p in params])
         return generations[0] if is_single else generations
 
     def generate_async(
@@ -153,7 +155,7 @@ class LLM:
         """One prompt, bit by bit. Iterate (also with `async for`, inside a running event loop) over the generation so
         far after every round; without `streaming` only the finished one comes. `.result()` waits for the end."""
         stream = self._backend.stream(self._ids(inputs), sampling_params or SamplingParams())
-        return GenerationStream(stream, streaming)
+        return GenerationStream(stream, streaming, self._turn)
 
     def time_steps(self, rows: Sequence[int], context: int = 128) -> dict[int, float]:
         """Median seconds of one target pass with each number of rows, after `context` tokens (torch backend)."""
@@ -174,9 +176,11 @@ class LLM:
         self.close()
 
     def _ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            return list(self.tokenizer(prompt).input_ids) if prompt else []
-        return [int(token) for token in prompt]
+        if not isinstance(prompt, str):
+            return [int(token) for token in prompt]
+        ids, bos = list(self.tokenizer(prompt).input_ids) if prompt else [], self.tokenizer.bos_token_id
+        is_doubled = bos is not None and ids[:2] == [bos, bos]  # text from a chat template has its own already
+        return ids[1:] if is_doubled else ids
 
     def _timer(self, name: str) -> Callable[..., Any]:
         timer = getattr(self._backend, name, None)
@@ -186,25 +190,40 @@ class LLM:
 
 
 class GenerationStream:
-    """The result of `LLM.generate_async`. Every item is a `Generation` whose text and tokens have grown."""
+    """The result of `LLM.generate_async`. Every item is a `Generation` whose text and tokens have grown.
 
-    def __init__(self, stream: Iterator[Generation], streaming: bool) -> None:
-        self._stream, self._streaming = stream, streaming
+    Leaving an iteration early ends the request and gives its slot back.
+    """
+
+    def __init__(self, stream: Generator[Generation, None, None], streaming: bool, turn: threading.Lock) -> None:
+        self._stream, self._streaming, self._turn = stream, streaming, turn
+        self._last: Generation | None = None
 
     def __iter__(self) -> Iterator[Generation]:
-        if self._streaming:
-            yield from self._stream
-        else:
+        if not self._streaming:
             yield self.result()
+            return
+        try:
+            while (item := self._read()) is not None:
+                yield item
+        finally:
+            self._stream.close()
 
     async def __aiter__(self) -> AsyncIterator[Generation]:
-        iterator, done = iter(self), object()
-        while (item := await asyncio.to_thread(next, iterator, done)) is not done:
-            yield item  # type: ignore[misc]
+        iterator = iter(self)
+        while (item := await asyncio.to_thread(next, iterator, None)) is not None:
+            yield item
 
     def result(self) -> Generation:
         """Run to the end and return the finished generation."""
-        last = next(iter(deque(self._stream, maxlen=1)), None)
-        if last is None:
-            raise OptionError("this stream was already read to its end", "a fresh one", "call generate_async again")
-        return last
+        while self._read() is not None:
+            pass
+        if self._last is None or not self._last.finish_reason:
+            raise OptionError("this stream was left before its end", "a fresh one", "call generate_async again")
+        return self._last
+
+    def _read(self) -> Generation | None:
+        with self._turn:
+            item = next(self._stream, None)
+        self._last = item or self._last
+        return item

@@ -47,6 +47,9 @@ __all__ = [
 ]
 
 
+_SIDE_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A model as found: `name` as asked for, its Hugging Face `folder` (None for a dummy) and its config.json."""
@@ -84,7 +87,7 @@ class Checkpoint:
         return load_file(str(self.folder / "draft_vocab.safetensors"))["draft_vocab"].long()
 
     def fingerprint(self) -> str:
-        """SHA-256 that changes when the config or the weights do.
+        """SHA-256 that changes when the config, the weights, the tokenizer or the list of EOS ids do.
 
         Of a weight file the header, the size and 64 blocks spread over it are hashed: that takes milliseconds for any
         size and notices every fine-tune, though not a change of a few single weights.
@@ -97,6 +100,9 @@ class Checkpoint:
                 digest.update(f"{path.name} {path.stat().st_size}".encode())
                 for block in _sample(path):
                     digest.update(block)
+            for path in (self.folder / name for name in _SIDE_FILES):
+                if path.is_file():
+                    digest.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
         return digest.hexdigest()
 
     def _side_file(self, name: str) -> dict[str, Any]:
