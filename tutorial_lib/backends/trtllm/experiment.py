@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...api import LLM
 from ...bench.measure import compare
 from ...bench.prompts import Prompt, load_prompts, select
 from ...bench.summary import describe as describe_summary
@@ -25,16 +24,39 @@ from ...results import Generation
 from ..tensorrt_llm import PROBE_LIMIT_S, TensorRTLLMBackend
 from . import plan as plans
 from .probe import probe
+from .shared import refused
 from .steps import default_values, fill, run_steps
 
 Say = Callable[[str], None]
 
 
-class ExperimentLLM(LLM):
-    """`LLM` over a backend that was opened with a flow of its own."""
+class OpenRun:
+    """One run of an experiment: what `measure.compare` needs of an `LLM`, over a backend opened with its own flow."""
 
-    def __init__(self, backend: TensorRTLLMBackend, speculative_config: DecodingBaseConfig | None) -> None:
-        self._backend, self.speculative_config = backend, speculative_config
+    def __init__(self, backend: TensorRTLLMBackend) -> None:
+        self._backend, self.tokenizer, self.info = backend, backend.tokenizer, backend.info
+
+    def generate(self, inputs: Any, sampling_params: Any = None) -> Any:
+        """A list of token ids, or a list of such lists, all with the same parameters."""
+        is_single = bool(inputs) and isinstance(inputs[0], int)
+        prompts = [inputs] if is_single else inputs
+        found = self._backend.generate(prompts, [sampling_params or SamplingParams()] * len(prompts))
+        return found[0] if is_single else found
+
+    def time_steps(self, rows: Sequence[int], context: int = 128) -> dict[int, float]:
+        raise refused("timing its steps apart", "a round is one step inside the library")
+
+    def time_draft(self, max_draft_len: int, context: int = 128) -> float:
+        raise refused("timing its steps apart", "a round is one step inside the library")
+
+    def close(self) -> None:
+        self._backend.close()
+
+    def __enter__(self) -> OpenRun:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
 
 def run_experiment(
@@ -72,7 +94,7 @@ def run_experiment(
     generations: dict[str, Sequence[Mapping[str, Generation]]] = {}
     for name, options in plans.runs(experiment, release, made["flow"], method=method, fp8=fp8).items():
         say(f"loading {name}")
-        with open_llm(options, folders, flow=made["flow"], say=say) as llm:
+        with open_run(options, folders, flow=made["flow"], say=say) as llm:
             session = compare(
                 {name: llm}, chosen, params, repeats=repeats, experiment=made["experiment"], profile="tensorrt_llm",
                 command=command, say=say,
@@ -128,14 +150,14 @@ def build_engine(
     return Path(output)
 
 
-def open_llm(options: Mapping[str, Any], values: Mapping[str, str], *, flow: str | None = None, say: Say) -> LLM:
-    """The `LLM` of one run of `plan.runs`, its placeholders filled in."""
+def open_run(options: Mapping[str, Any], values: Mapping[str, str], *, flow: str | None = None, say: Say) -> OpenRun:
+    """One run of `plan.runs`, its placeholders filled in."""
     config = options["speculative_config"]
     folder = getattr(config, "speculative_model_dir", None)
     if folder is not None:
         config = _with_folder(config, fill(str(folder), values))
     filled = {**options, "model": fill(options["model"], values), "speculative_config": config}
-    return ExperimentLLM(TensorRTLLMBackend(**filled, flow=flow, say=say), config)
+    return OpenRun(TensorRTLLMBackend(**filled, flow=flow, say=say))
 
 
 def _with_folder(config: DecodingBaseConfig, folder: str) -> DecodingBaseConfig:
