@@ -237,7 +237,7 @@ def _layout(figure: go.Figure, title: str, runs: Sequence[Record], *, x: str = "
         paper_bgcolor="white",
         plot_bgcolor="white",
         height=height,
-        margin={"l": 70, "r": 50, "t": 85 + 22 * len(lines), "b": 60},
+        margin={"l": 70, "r": 50, "t": 80 + 27 * len(lines), "b": 60},
         bargap=0.5 if len(runs) < 4 else 0.35,
         legend={"orientation": "h", "y": -0.22, "yanchor": "top", "x": 0},
     )
@@ -292,6 +292,10 @@ def _line_at_one(figure: go.Figure) -> None:
     )
     label = {"text": "1.0×<br>plain", "font": {"color": _MARK, "size": 12}, "showarrow": False}
     figure.add_annotation(x=1, xref="paper", xanchor="left", y=1.0, yanchor="middle", align="left", xshift=4, **label)
+
+
+def _words(name: str) -> str:
+    return html.escape(name.replace("_", " "), quote=False)
 
 
 def _speculative(runs: Sequence[Record]) -> list[Record]:
@@ -366,7 +370,7 @@ def plot_speedup_by_category(runs: Sequence[Record]) -> go.Figure:
     for run in shown:
         values = [table[id(run)][c] for c in categories]
         figure.add_bar(
-            x=[html.escape(c, quote=False) for c in categories],
+            x=[_words(c) for c in categories],
             y=values,
             name=label_of(run, shown),
             marker=_bar_look(run),
@@ -380,8 +384,8 @@ def plot_speedup_by_category(runs: Sequence[Record]) -> go.Figure:
         top, bottom = max(known, key=lambda k: k[0]), min(known, key=lambda k: k[0])
         paying = sum(value > 1 for value, _, _ in known)
         title = (
-            f"Speculation pays in {paying} of {len(known)} cases: from {top[0]:.2f}× ({html.escape(top[1])}) "
-            f"down to {bottom[0]:.2f}× ({html.escape(bottom[1])})"
+            f"Speculation pays in {paying} of {len(known)} cases: from {top[0]:.2f}× ({_words(top[1])}) "
+            f"down to {bottom[0]:.2f}× ({_words(bottom[1])})"
         )
     _layout(figure, title, runs, y="speed-up of output throughput (×)", x="prompt category")
     top_value = max([1.1, *(value for value, _, _ in known)])
@@ -452,7 +456,7 @@ def plot_accepted_histogram(runs: Sequence[Record]) -> go.Figure:
             cliponaxis=False,
             hovertemplate="%{x} accepted<br>%{y:.1%} of rounds (%{customdata:.0f})<extra>%{fullData.name}</extra>",
         )
-    title = "Acceptance length (tokens per round, bonus included): " + "; ".join(parts) if parts else "No rounds"
+    title = "Acceptance length (bonus included): " + "; ".join(parts) if parts else "No rounds"
     _layout(figure, title, runs, x="draft tokens accepted in a round", y="share of rounds")
     figure.update_xaxes(dtick=1)
     figure.update_yaxes(tickformat=".0%", rangemode="tozero")
@@ -620,7 +624,8 @@ def plot_predicted_speedup(points: Sequence[Mapping[str, Any]], runs: Sequence[R
     diagonal where both agree, and a band of 10 % around it. `runs` are the records the points were computed from."""
     figure = go.Figure()
     known = [(x, y, p) for p in points if (x := number(p["predicted"])) is not None if (y := number(p["measured"]))]
-    ends = [0.0, 1.1 * max([1.0, *(max(x, y) for x, y, _ in known)])]
+    values = [value for x, y, _ in known for value in (x, y)] or [1.0]
+    ends = [0.85 * min(values), 1.1 * max(values)]
     for factor, name, dash in ((1.0, "prediction = measurement", "solid"), (1.1, "± 10 %", "dot"), (0.9, "", "dot")):
         line = {"color": "#777777", "dash": dash, "width": 1.5}
         figure.add_scatter(
@@ -628,7 +633,7 @@ def plot_predicted_speedup(points: Sequence[Mapping[str, Any]], runs: Sequence[R
         )
     for method in dict.fromkeys(p["method"] for _, _, p in known):
         style = method_style(method)
-        mine = sorted((x, y, html.escape(str(p["label"]), quote=False)) for x, y, p in known if p["method"] == method)
+        mine = sorted((x, y, _words(str(p["label"]))) for x, y, p in known if p["method"] == method)
         xs, ys, names = zip(*mine, strict=True)
         figure.add_scatter(
             x=xs,
@@ -649,9 +654,8 @@ def plot_predicted_speedup(points: Sequence[Mapping[str, Any]], runs: Sequence[R
     figure.update_layout(showlegend=True)
     axes = {"x": "predicted speed-up (×)", "y": "measured speed-up (×)"}
     _layout(figure, title, runs, height=520, **axes)
-    lowest = min((min(x, y) for x, y, _ in known), default=0.0)
-    figure.update_xaxes(range=[max(0.0, lowest - 0.3), ends[1]])
-    figure.update_yaxes(range=[max(0.0, lowest - 0.3), ends[1]])
+    figure.update_xaxes(range=ends)
+    figure.update_yaxes(range=ends)
     return figure
 
 

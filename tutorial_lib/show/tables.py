@@ -32,8 +32,10 @@ class Table:
         sides = {column: "right" if self._is_number(column) else "left" for column in self.columns}
 
         def line(tag: str, texts: Mapping[str, str]) -> str:
+            wrap = ";white-space:nowrap" if tag == "th" else ""
             cells = (
-                f'<{tag} style="{_CELL};text-align:{side}">{html.escape(texts[c])}</{tag}>' for c, side in sides.items()
+                f'<{tag} style="{_CELL}{wrap};text-align:{side}">{html.escape(texts[c])}</{tag}>'
+                for c, side in sides.items()
             )
             return f"<tr>{''.join(cells)}</tr>"
 
