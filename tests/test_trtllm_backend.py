@@ -30,6 +30,7 @@ from tutorial_lib.config import (
     MedusaDecodingConfig,
     NGramDecodingConfig,
     SamplingParams,
+    SimulatedAcceptance,
 )
 from tutorial_lib.errors import BackendUnavailable, EngineDirError, OptionError, PromptError
 from tutorial_lib.models import load_tokenizer, resolve
@@ -272,8 +273,22 @@ def test_options_it_cannot_honour_are_refused_by_name(standin, method, params, o
         ({"dtype": "int8"}, "dtype is 'int8'"),
         ({"flow": "engine_api", "speculative_config": CONFIGS["draft_target"]}, "cannot run.*draft_target"),
         ({"flow": "pytorch", "speculative_config": CONFIGS["medusa"]}, "what 1.2.1 can"),
-        ({"forced_accepted_tokens": 2}, "without a drafter"),
-        ({"forced_accepted_tokens": 9, "speculative_config": CONFIGS["ngram"]}, "1 to max_draft_len 3"),
+        ({"simulated_acceptance": SimulatedAcceptance(acceptance_length=3)}, "without a drafter"),
+        (
+            {
+                "simulated_acceptance": SimulatedAcceptance(acceptance_length=2.5),
+                "speculative_config": CONFIGS["ngram"],
+            },
+            "a whole number",
+        ),
+        (
+            {"simulated_acceptance": SimulatedAcceptance(acceptance_length=1), "speculative_config": CONFIGS["ngram"]},
+            "a whole number",
+        ),
+        (
+            {"simulated_acceptance": SimulatedAcceptance(acceptance_length=9), "speculative_config": CONFIGS["ngram"]},
+            "at most .* 4",
+        ),
     ],
 )
 def test_impossible_options(standin, options, message):
@@ -293,7 +308,11 @@ def test_prompts_that_do_not_fit(standin):
 
 def test_forced_acceptance(standin, monkeypatch):
     standin()
-    llm = TensorRTLLMBackend(TARGET, speculative_config=CONFIGS["draft_target"], forced_accepted_tokens=3)
+    llm = TensorRTLLMBackend(
+        TARGET,
+        speculative_config=CONFIGS["draft_target"],
+        simulated_acceptance=SimulatedAcceptance(acceptance_length=4),
+    )
     assert os.environ[calls.FORCE_VARIABLE] == "3"
     (found,) = llm.generate([PROMPT], [SamplingParams(max_tokens=21)])
     assert found.is_simulated and {r.accepted for r in found.rounds} == {3} and len(found.rounds) == 5
@@ -306,7 +325,9 @@ def test_forced_acceptance(standin, monkeypatch):
 def test_forced_acceptance_needs_1_2(standin):
     standin("1.1.0")
     with pytest.raises(OptionError, match="1.2 or newer"):
-        TensorRTLLMBackend(TARGET, speculative_config=CONFIGS["ngram"], forced_accepted_tokens=1)
+        TensorRTLLMBackend(
+            TARGET, speculative_config=CONFIGS["ngram"], simulated_acceptance=SimulatedAcceptance(acceptance_length=2)
+        )
 
 
 def test_newer_releases_have_the_pytorch_flow_only(standin):

@@ -22,7 +22,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..config import DecodingBaseConfig, DraftTargetDecodingConfig, EagleDecodingConfig, KvCacheConfig, SamplingParams
+from ..config import (
+    DecodingBaseConfig,
+    DraftTargetDecodingConfig,
+    EagleDecodingConfig,
+    KvCacheConfig,
+    SamplingParams,
+    SimulatedAcceptance,
+)
 from ..engine_dir import is_engine_dir
 from ..errors import BackendUnavailable, EngineDirError, OptionError
 from ..models import Checkpoint, check_pair, load_tokenizer, resolve
@@ -42,9 +49,9 @@ class TensorRTLLMBackend:
     """model: a checkpoint, or an engine directory that a plan's build steps made. See `tutorial_lib.LLM`.
 
     flow: `pytorch`, `engine_api` or `engine`; None takes what the release and the method call for. An engine
-    directory is always run by `engine`. forced_accepted_tokens: that many draft tokens are accepted in every round
-    (1.2 on, PyTorch flow), whatever they are: speed is right, text is meaningless, every result is marked
-    `is_simulated`; so is everything from a `dummy:` model and from a stand-in of the library.
+    directory is always run by `engine`. simulated_acceptance: a whole number of tokens comes out of every round (1.2
+    on, PyTorch flow), right or wrong: speed is real, text is meaningless, every result is marked `is_simulated`; so is
+    everything from a `dummy:` model and from a stand-in of the library.
     """
 
     def __init__(
@@ -59,7 +66,7 @@ class TensorRTLLMBackend:
         device: str = "auto",
         tensor_parallel_size: int = 1,
         flow: str | None = None,
-        forced_accepted_tokens: int | None = None,
+        simulated_acceptance: SimulatedAcceptance | None = None,
         say: Say = lambda line: None,
     ) -> None:
         if device != "auto" and not device.startswith("cuda"):
@@ -79,7 +86,7 @@ class TensorRTLLMBackend:
             )
         setup = Setup(
             version, library.is_stand_in, speculative_config, kv_cache_config, dtype, max_batch_size, max_seq_len,
-            tensor_parallel_size, forced_accepted_tokens, say,
+            tensor_parallel_size, _forced_tokens(simulated_acceptance), say,
         )  # fmt: skip
         start = time.perf_counter()
         self._flow: _Flow | None = (
@@ -377,14 +384,28 @@ def _forced(setup: Setup) -> int | None:
     return int(said) if said.isdigit() and int(said) > 0 else None
 
 
+def _forced_tokens(simulated: SimulatedAcceptance | None) -> int | None:
+    """The library counts accepted draft tokens, the bonus token not, and knows whole numbers only; 0 would be off."""
+    if simulated is None:
+        return None
+    if simulated.acceptance_length < 2 or simulated.acceptance_length != int(simulated.acceptance_length):
+        raise OptionError(
+            f"SimulatedAcceptance(acceptance_length={simulated.acceptance_length:g}) on TensorRT-LLM",
+            "a whole number >= 2",
+            "round it, or use the torch backend",
+        )
+    return int(simulated.acceptance_length) - 1
+
+
 def _force_environment(setup: Setup) -> dict[str, str]:
     if setup.forced is None:
         return {}
     if setup.speculative is None:
-        raise OptionError("forced_accepted_tokens without a drafter", "a speculative_config", "give one")
-    if not 0 < setup.forced <= setup.speculative.max_draft_len:
+        raise OptionError("simulated_acceptance without a drafter", "a speculative_config", "give one")
+    if setup.forced > setup.speculative.max_draft_len:
         raise OptionError(
-            f"forced_accepted_tokens is {setup.forced}", f"1 to max_draft_len {setup.speculative.max_draft_len}"
+            f"simulated acceptance length is {setup.forced + 1}",
+            f"at most max_draft_len + 1 = {setup.speculative.max_draft_len + 1}",
         )
     if setup.version.release < (1, 2):
         raise OptionError(f"forced acceptance on TensorRT-LLM {setup.version}", "1.2 or newer", "leave it out")

@@ -111,7 +111,7 @@ class EngineFlow:
         if setup.dtype not in ("auto", self._target.dtype):
             raise refused(f"dtype={setup.dtype!r}", f"the engine holds {self._target.dtype}")
         if setup.forced is not None:
-            raise refused("forced_accepted_tokens", "only the PyTorch flow has it")
+            raise refused("simulated_acceptance", "only the PyTorch flow has it")
 
     def _draft_len(self) -> int:
         """Draft tokens that a round verifies: K for outside drafts, the size of the tree or window otherwise."""
