@@ -120,6 +120,22 @@ def test_the_table_as_rows_and_text():
     assert support.what_it_can(support.parse_version("1.4.0")).startswith("pytorch: plain, draft_target, eagle3, ngram")
 
 
+def test_what_became_of_the_posts_commands():
+    """Every tool and flag that the table calls the posts' own is in their plan, and what replaces it is recorded."""
+    rows = support.replaced_rows()
+    posts = json.dumps(plan("llama-3.1-405b")["steps"])
+    for flag in (
+        "quantize.py",
+        "trtllm-build",
+        "run.py",
+        "--draft_target_model_config",
+        "--kv_cache_enable_block_reuse",
+    ):
+        assert flag in posts and any(flag in row["in the posts"] for row in rows)
+    names = {name for row in rows for name in row["today"].replace("(", " ").split() if name.endswith("Config")}
+    assert names - {"*DecodingConfig"} <= set(contract.record_for(support.parse_version("1.2.1")).classes)
+
+
 @pytest.mark.parametrize("text", ["", "latest", "0.13.0", "15"])
 def test_a_version_that_is_none(text):
     with pytest.raises(OptionError):

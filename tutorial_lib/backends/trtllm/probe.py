@@ -32,6 +32,12 @@ _CODE = (
 )
 
 
+def remedy_for(reason: str) -> str:
+    """What to do about a failed import, from what it said: mend MPI, or install the library the supported way."""
+    is_mpi = any(word in reason.lower() for word in ("mpi", "hang", "longer than", "did not end"))
+    return REPAIR_MPI if is_mpi else INSTALL
+
+
 @dataclass(frozen=True)
 class ProbeResult:
     """version: what imports, None if nothing does. reason: why not. remedy: what to do. `installed`: the release that
@@ -70,15 +76,14 @@ def probe(timeout_s: float = 8.0) -> ProbeResult:
     if code is None:
         which = f" (release {installed} is installed)" if installed else ""
         reason = f"importing it did not end within {timeout_s:g} s{which}: a slow disk, or MPI hangs"
-        return ProbeResult(None, reason, REPAIR_MPI, installed, seconds=seconds)
+        return ProbeResult(None, reason, remedy_for(reason), installed, seconds=seconds)
     for line in out.splitlines():
         if line.startswith(_MARK):
             version, _, mark = line.removeprefix(_MARK).partition(" ")
             return ProbeResult(version, "", "", installed, bool(mark), seconds)
     lines = [line.strip() for line in err.splitlines() if line.strip()]
     last = "".join(c for c in lines[-1] if c.isprintable())[:200] if lines else f"it ended with exit code {code}"
-    remedy = REPAIR_MPI if "mpi" in last.lower() else INSTALL
-    return ProbeResult(None, f"importing it fails: {last}", remedy, installed, seconds=seconds)
+    return ProbeResult(None, f"importing it fails: {last}", remedy_for(last), installed, seconds=seconds)
 
 
 def _installed_version() -> str | None:

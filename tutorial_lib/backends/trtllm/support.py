@@ -108,6 +108,35 @@ _WHY_NOT = {
 }
 
 
+# What the posts wrote, what became of it, and since when: for notebook 01.
+REPLACED: tuple[tuple[str, str, str], ...] = (
+    ("examples/quantization/quantize.py", "an FP8 checkpoint: published, or by Model Optimizer's hf_ptq.py", "1.0"),
+    ("trtllm-build", "nothing: LLM(model=…) loads the checkpoint itself", "1.0; removed after 1.2"),
+    ("examples/run.py", "LLM(…).generate(…), trtllm-bench or trtllm-serve", "1.0; removed after 1.2"),
+    ("--draft_engine_dir, --draft_target_model_config", "DraftTargetDecodingConfig(speculative_model_dir=…)", "1.0"),
+    ("--speculative_decoding_mode, --max_draft_len at build", "max_draft_len of the *DecodingConfig", "1.0"),
+    ("--kv_cache_dtype fp8 at quantizing", "KvCacheConfig(dtype='fp8'), or in the checkpoint", "1.0"),
+    ("--kv_cache_enable_block_reuse", "KvCacheConfig(enable_block_reuse=True), which is the default", "1.0"),
+    ("--kv_cache_free_gpu_memory_fraction, one share per engine", "one budget: free_gpu_memory_fraction", "1.0"),
+    ("--tp_size, --workers and mpirun -n", "tensor_parallel_size=N", "1.0"),
+    ("mpirun -n 8 for TP 4 (in the post)", "a slip: as many processes as GPUs, -n 4", "0.14"),
+    ("--prompt_lookup_config", "--ngram_config of run.py, NGramDecodingConfig of LLM", "1.0"),
+    (
+        "--medusa_choices, --lookahead_config, --eagle_choices",
+        "EAGLE-3 (Medusa and lookahead have no PyTorch form)",
+        "1.3",
+    ),
+    ("examples/llama/convert_checkpoint.py", "examples/models/core/llama/convert_checkpoint.py", "0.19"),
+    ("tensorrt_llm.hlapi", "tensorrt_llm.llmapi", "0.15"),
+    ("several nodes: not in that flow", "srun … trtllm-llmapi-launch python3 script.py", "1.0"),
+)
+
+
+def replaced_rows() -> list[dict[str, str]]:
+    """`REPLACED` as rows of a table."""
+    return [{"in the posts": then, "today": now, "since": since} for then, now, since in REPLACED]
+
+
 def parse_version(text: str) -> Version:
     """`"1.2.1"`, `"0.15.0"`, `"1.3.0rc13"` as a `Version`; `OptionError` for anything else or older than 0.14."""
     match = re.fullmatch(r"v?(\d+)\.(\d+)(?:[.\w+-]*)", text.strip())
