@@ -361,6 +361,14 @@ def test_the_drafters_context_limits_too():
         backend.generate([[1] * 10], [SamplingParams(max_tokens=7)])
 
 
+def test_warnings_of_the_library_are_off_only_while_it_runs(plain, monkeypatch):
+    logging = backend_module.transformers.utils.logging
+    before, during = logging.get_verbosity(), []
+    monkeypatch.setattr(plain._model, "generate", lambda *_, **__: during.append(logging.get_verbosity()))
+    one(plain)
+    assert before < logging.ERROR and during == [logging.ERROR] and logging.get_verbosity() == before
+
+
 def test_info_says_what_runs():
     info = TransformersBackend(TINY, speculative_config=draft(WEAK, 3), dtype="bfloat16").info
     assert (info["backend"], info["target"], info["drafter"]) == ("transformers", TINY, WEAK)

@@ -141,7 +141,8 @@ class TransformersBackend:
 
     def _run(self, watcher: Watcher) -> None:
         ids = torch.tensor([watcher.prompt_ids], device=self._device)
-        with self._one_at_a_time, _seeded(watcher.params.seed, self._device), watcher.attached_to(self._model):
+        seeded, followed = _seeded(watcher.params.seed, self._device), watcher.attached_to(self._model)
+        with self._one_at_a_time, _only_errors(), seeded, followed:
             self._model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
@@ -433,6 +434,18 @@ def _from_shapes(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
         for name, parameter in model.named_parameters():
             parameter.copy_(tensors[name])
     return model
+
+
+@contextmanager
+def _only_errors() -> Iterator[None]:
+    """transformers 5 warns about the very arguments that its own assisted generation passes to the draft model."""
+    logging = transformers.utils.logging
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 @contextmanager
