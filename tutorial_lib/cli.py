@@ -22,7 +22,7 @@ import typer
 from .errors import OptionError, PromptError, WorkbookError
 
 if TYPE_CHECKING:
-    from .config import DecodingBaseConfig
+    from .config import DecodingBaseConfig, Profile
     from .results import Generation
 
 app = typer.Typer(
@@ -39,7 +39,7 @@ _CommandLineError: type[Any] = next(kind for kind in typer.BadParameter.__mro__ 
 JsonFile = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Also write a JSON document; - is stdout.")
 ]
-ProfileName = Annotated[str, typer.Option(help="How much to run: cpu, replay.")]
+ProfileName = Annotated[str, typer.Option(help="How much to run: cpu, h200, tensorrt_llm, replay.")]
 Dtype = Annotated[str, typer.Option(help="CPU: float32 (auto), bfloat16, int8. GPU: bfloat16 (auto), fp8.")]
 Device = Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu, cuda.")]
 DEFAULT_DRAFT_LEN = 4
@@ -289,12 +289,24 @@ def bench(
     repeats: Annotated[int | None, typer.Option(help="Timed repeats; default: the profile's.")] = None,
     max_draft_len: Annotated[int | None, typer.Option(help="K; default: the profile's.")] = None,
     methods: Annotated[str | None, typer.Option(help="Comma-separated, for example plain,draft_target,ngram.")] = None,
+    experiment: Annotated[
+        str | None, typer.Option(help="Profile h200: 70b-1b, 70b-3b, 70b-8b, 8b-1b or embedded, instead of prompts.")
+    ] = None,
+    budget_s: Annotated[
+        float | None, typer.Option("--budget-s", metavar="S", help="Leave out parts of the experiment that end later.")
+    ] = None,
 ) -> None:
-    """Measure plain and speculative decoding side by side."""
+    """Measure plain and speculative decoding side by side; or an experiment, whose last line is a JSON document."""
     from . import config
 
     chosen = config.profile(profile)
     options: dict[str, Any] = {}
+    if experiment is not None:
+        given = {"--prompts": prompts, "--repeats": repeats, "--max-draft-len": max_draft_len, "--methods": methods}
+        _bench_experiment(chosen, experiment, json_file, budget_s, given)
+        return
+    if budget_s is not None:
+        raise OptionError("--budget-s has no effect without --experiment", "an experiment", "add one, or leave it out")
     if max_draft_len is not None:
         chosen = replace(chosen, max_draft_len=_at_least_one("--max-draft-len", max_draft_len))
     if repeats is not None:
@@ -312,6 +324,34 @@ def bench(
     document = measure.bench(chosen, **options, command=_command(), say=lambda line: _say(line, out))
     if json_file is not None:
         write_json(json_file, document)
+
+
+def _bench_experiment(
+    profile: Profile, experiment: str, json_file: str | None, budget_s: float | None, given: dict[str, Any]
+) -> None:
+    """An experiment on one GPU. FILE is written part by part (a record a line if it ends in .jsonl); the last line of
+    stdout is the summary as JSON, or with `--json -` the whole document. Exit code 1 if nothing could be measured."""
+    if profile.device != "cuda":
+        raise OptionError(f"profile {profile.name} has no experiments", "profile h200", "add --profile h200")
+    if named := [name for name, value in given.items() if value is not None]:
+        raise OptionError(f"{named[0]} has no effect with --experiment", "one of them", "leave one out")
+    if budget_s is not None and not budget_s > 0:
+        raise OptionError(f"--budget-s is {budget_s:g}", "seconds above 0")
+    check_json_file(json_file)
+    from .bench import gpu
+
+    out = sys.stderr if json_file == "-" else sys.stdout
+    document = gpu.run_experiment(
+        gpu.experiment_named(experiment),
+        json_file=json_file,
+        budget_s=budget_s,
+        profile=profile.name,
+        command=_command(),
+        say=lambda line: _say(line, out),
+    )
+    shown = ("experiment", "profile", "parts", "summary")
+    print(json.dumps(document if json_file == "-" else {key: document[key] for key in shown}, allow_nan=False))
+    raise typer.Exit(0 if document["runs"] else 1)
 
 
 @app.command()

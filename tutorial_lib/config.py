@@ -228,12 +228,16 @@ class Profile:
     max_tokens: int
     prompts_per_category: int
     repeats: int
+    device: str = "auto"
     is_replay: bool = False
     extra: Mapping[str, str] = field(default_factory=dict)
 
 
 PROFILES: dict[str, Profile] = {
-    "cpu": Profile("cpu", "torch", "embedded:target", "embedded:draft", "float32", 4, 64, 1, 3),
+    "cpu": Profile("cpu", "torch", "embedded:target", "embedded:draft", "float32", 4, 64, 1, 3, device="cpu"),
+    "h200": Profile(
+        "h200", "torch", "embedded:target", "embedded:draft", "bfloat16", 4, 128, 2, 3, device="cuda"
+    ),  # one GPU; larger shapes are experiments of their own, see `bench.gpu`
     "tensorrt_llm": Profile(
         "tensorrt_llm",
         "tensorrt_llm",

@@ -436,7 +436,7 @@ def _make_llm(name: str, profile: Profile) -> Measurable:
     elif name not in (PLAIN, TRANSFORMERS):
         raise OptionError(f"method {name!r} is unknown", "plain, draft_target or ngram")
     backend = TRANSFORMERS if name == TRANSFORMERS else profile.backend
-    return LLM(profile.target, backend=backend, speculative_config=config, dtype=profile.dtype)
+    return LLM(profile.target, backend=backend, speculative_config=config, dtype=profile.dtype, device=profile.device)
 
 
 class Calibration:

@@ -1,0 +1,263 @@
+"""The embedded pair on a GPU: real acceptance, beside `transformers`, and what FP8 costs and gains.
+
+One interleaved session as in `measure.bench`, with the drafter at several K: the fastest one stands for it. Afterwards
+the same in FP8, and both number formats against `transformers` in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..config import DecodingBaseConfig, DraftTargetDecodingConfig, NGramDecodingConfig, SamplingParams
+from ..results import Generation
+from . import gpu_parts, quality
+from .gpu_run import Record, Run, free_gpu_memory
+from .measure import Calibration, Session, compare
+from .prompts import load_prompts, select
+from .summary import PLAIN, TRANSFORMERS, describe, first_differences, summarize
+
+PROMPTS_PER_CATEGORY = 2
+RIVAL_STRIDE = 4  # `transformers` answers every fourth category: it is by far the slowest
+REFERENCE_TEXTS = 12
+ROUNDS = 8  # of a breakdown
+
+Engines = Mapping[tuple[str, str], Path | None]  # (role, dtype) -> engine directory
+
+
+def run_embedded(run: Run, folder: Path) -> None:
+    dtype = run.experiment.dtype
+    cards = gpu_parts.card(run)
+    engines = {
+        (role, form): gpu_parts.build(run, folder, role, form, 20)
+        for form in (dtype, "fp8")
+        for role in ("target", "drafter")
+    }
+    target, drafter = engines["target", dtype], engines["drafter", dtype]
+    llms: dict[str, Any] = {}
+    try:
+        _load_all(run, llms, target, drafter)
+        plain, pair = llms.get(PLAIN), llms.get(f"draft_target K={run.experiment.max_draft_len}")
+        run.part("step times", 3, lambda: gpu_parts.time_steps(run, plain, cards["target"]), plain)
+        run.part("draft steps", 3, lambda: gpu_parts.time_drafts(run, pair, cards["drafter"]), pair)
+        session = run.part("runs beside transformers", 120, lambda: _session(run, llms), plain)
+        ids = list(session.requests[0].prompt_ids) if session else None
+        _breakdown(run, "plain step", plain, ids)
+        _breakdown(run, "round", pair, ids)
+    finally:
+        for llm in llms.values():
+            llm.close()
+        free_gpu_memory()
+    in_fp8 = run.part("the same in fp8", 20, lambda: _fp8_session(run, engines), engines["target", "fp8"], session)
+    run.part("number formats", 30, lambda: _number_formats(run, engines, session, in_fp8), target, session)
+    gpu_parts.first_token(run, target, drafter)
+
+
+def _breakdown(run: Run, what: str, llm: Any, ids: list[int] | None) -> None:
+    run.part(f"breakdown of a {what}", 3, lambda: gpu_parts.breakdown(run, llm, what, ids or [], ROUNDS), llm, ids)
+
+
+# ---- the session ----------------------------------------------------------------------------------------------------
+
+
+def _load_all(run: Run, llms: dict[str, Any], target: Path | None, drafter: Path | None) -> None:
+    """Every method into `llms`, each a part of its own: one that cannot be loaded is missing from the comparison."""
+    e = run.experiment
+    own: dict[str, DecodingBaseConfig | None] = {PLAIN: None}
+    for k in e.all_draft_lens:
+        own[f"draft_target K={k}"] = DraftTargetDecodingConfig(max_draft_len=k, speculative_model_dir=str(drafter))
+        own[f"ngram K={k}"] = NGramDecodingConfig(max_draft_len=k)
+    rivals: dict[str, DecodingBaseConfig | None] = {
+        TRANSFORMERS: None,
+        f"{TRANSFORMERS} draft_target": DraftTargetDecodingConfig(
+            max_draft_len=e.max_draft_len, speculative_model_dir=e.drafter
+        ),
+        f"{TRANSFORMERS} ngram": NGramDecodingConfig(max_draft_len=e.max_draft_len),
+    }
+    for name, config in own.items():
+        key = "load_s" if name == PLAIN else ""
+        needs = [target, drafter] if name.startswith("draft_target") else [target]
+        _load(run, llms, name, config, needs, key, str(target))
+    for name, config in rivals.items():
+        _load(run, llms, name, config, [], "", e.target, backend="transformers", dtype=e.dtype)
+
+
+def _load(
+    run: Run,
+    llms: dict[str, Any],
+    name: str,
+    config: DecodingBaseConfig | None,
+    needs: list[Path | None],
+    key: str,
+    model: str,
+    **options: Any,
+) -> None:
+    def work() -> Any:
+        return gpu_parts.load(run, key, _short_ids, model, speculative_config=config, **options)
+
+    llm = run.part(f"load of {name}", 4, work, *needs)
+    if llm is not None:
+        llms[name] = llm
+
+
+def _short_ids(llm: Any) -> list[int]:
+    return list(llm.tokenizer("Why is the sky blue?")["input_ids"])
+
+
+def _session(run: Run, llms: Mapping[str, Any]) -> Session:
+    """All methods over the same prompts in turns; records, and the summary that a bench has."""
+    e = run.experiment
+    prompts = select(load_prompts(), PROMPTS_PER_CATEGORY)
+    categories = list(dict.fromkeys(p.category for p in prompts))
+    params = SamplingParams(max_tokens=e.output_tokens)
+    rivals = {name: categories[::RIVAL_STRIDE] for name in llms if name.startswith(TRANSFORMERS)}
+    speculative = [name for name in llms if name not in rivals and name != PLAIN]
+    calibration = Calibration(llms[PLAIN], {name: llms[name] for name in speculative}, params)
+    session = compare(
+        llms, prompts, params, methods={name: _method_of(name) for name in llms}, only_categories=rivals,
+        experiment=e.name, profile=run.profile, command=run.command, after_repeat=calibration.run, say=run.say,
+    )  # fmt: skip
+    for record in session.records.values():
+        run.add_run(record)
+    if speculative:
+        _summarize(run, session, speculative, calibration)
+    return session
+
+
+def _method_of(name: str) -> str:
+    """ "transformers ngram" and "ngram K=4" are both method "ngram"; `transformers` alone is "plain"."""
+    words = name.removeprefix(TRANSFORMERS).split()
+    return words[0] if words else PLAIN
+
+
+def _summarize(run: Run, session: Session, speculative: list[str], calibration: Calibration) -> None:
+    records = session.records
+    by_speed = sorted(speculative, key=lambda name: -records[name]["figures"]["output_tok_s"])
+    best = next((name for name in by_speed if name.startswith("draft_target")), by_speed[0])
+    ordered = [best, *(name for name in by_speed if name != best)]
+    predictions = {name: calibration.predict(name, records) for name in ordered}
+    found = summarize(records, session.generations, ordered, predictions)
+    for line in describe(found):
+        run.say(line)
+    figures, k = records[best]["figures"], records[best]["max_draft_len"]
+    round_ms = gpu_parts.median_round_ms([g for repeat in session.generations[best] for g in repeat.values()])
+    run.summary |= found | {
+        "notes": run.summary["notes"] + found["notes"],
+        "max_draft_len": k,
+        "round_ms": round_ms,
+        "overhead_ms": gpu_parts.overhead_ms(run, k, round_ms),
+        **gpu_parts.in_round(figures),
+        "plain_decode_tok_s": records[PLAIN]["figures"]["decode_tok_s"],
+        "speculative_decode_tok_s": figures["decode_tok_s"],
+        "calibration": calibration.medians(),
+    }
+    for name in (f"{TRANSFORMERS} draft_target", f"{TRANSFORMERS} ngram"):
+        if name in records:
+            run.summary[f"{name.replace(' ', '_')}_tok_s"] = records[name]["figures"]["output_tok_s"]
+            run.say(f"{name}: {records[name]['figures']['output_tok_s']:.1f} output tokens/s (its own prompts)")
+
+
+# ---- fp8 ------------------------------------------------------------------------------------------------------------
+
+
+def _fp8_session(run: Run, engines: Engines) -> Session:
+    """Plain and speculative in fp8 over the same prompts, once: is their text the same, and what is gained?"""
+    e, target, drafter = run.experiment, engines["target", "fp8"], engines["drafter", "fp8"]
+    configs: dict[str, DecodingBaseConfig | None] = {PLAIN: None}
+    if drafter is not None:
+        pair = DraftTargetDecodingConfig(max_draft_len=e.max_draft_len, speculative_model_dir=str(drafter))
+        configs["draft_target"] = pair
+    configs["ngram"] = NGramDecodingConfig(max_draft_len=e.max_draft_len)
+    llms: dict[str, Any] = {}
+    try:
+        for name, config in configs.items():
+            llms[name] = gpu_parts.load(run, "", _short_ids, str(target), speculative_config=config)
+        session = compare(
+            llms, select(load_prompts(), PROMPTS_PER_CATEGORY), SamplingParams(max_tokens=e.output_tokens), repeats=1,
+            experiment=e.name, profile=run.profile, command=run.command,
+        )  # fmt: skip
+    finally:
+        for llm in llms.values():
+            llm.close()
+    for record in session.records.values():
+        run.add_run(record)
+    run.summary["fp8_tok_s"] = {name: record["figures"]["output_tok_s"] for name, record in session.records.items()}
+    run.say("fp8, output tokens/s: " + ", ".join(f"{name} {x:.1f}" for name, x in run.summary["fp8_tok_s"].items()))
+    return session
+
+
+def _number_formats(run: Run, engines: Engines, session: Any, in_fp8: Session | None) -> Record:
+    """bf16 and fp8 against float32 on the answers that bf16 gave; where two texts part, how near a tie it was."""
+    e = run.experiment
+    sessions = {e.dtype: session, "fp8": in_fp8}
+    answers: Mapping[str, Generation] = session.generations[PLAIN][0]
+    prompts = {r.key: r.prompt_ids for r in session.requests}
+    texts = [([*prompts[key], *g.token_ids], len(prompts[key])) for key, g in list(answers.items())[:REFERENCE_TEXTS]]
+    reference = run.tools.reference(run.tools.resolve(e.target, say=run.say).folder)
+    truth = [reference.text_logits(ids) for ids, _ in texts]
+    logits: Record = {}
+    apart: Record = {}
+    for dtype, own in sessions.items():
+        if (path := engines["target", dtype]) is None:
+            continue
+        model = run.tools.gpu_model(path)
+        mine = [quality.text_logits(model, ids) for ids, _ in texts]
+        logits[dtype] = quality.compare_logits(truth, mine, texts)
+        if own is not None:
+            by = {dtype: lambda ids, m=model: quality.text_logits(m, ids), "float32": reference.text_logits}
+            apart[dtype] = quality.first_tokens_apart(
+                _parted(own), {r.key: r.prompt_ids for r in own.requests}, *_token_ids(own), by
+            )
+        del model, mine
+        free_gpu_memory()
+    found = {"against": "transformers, float32", "texts": len(texts), "logits": logits, "texts_apart": apart}
+    if in_fp8 is not None:
+        found |= _fp8_against(answers, in_fp8.generations[PLAIN][0])
+    run.summary["number_formats"] = found
+    run.add("number_formats", model=e.target, **found)
+    _say_number_formats(run, found)
+    return found
+
+
+def _parted(session: Session) -> list[Record]:
+    """Where our own speculative texts of the first repeat leave the plain ones, by method."""
+    return [
+        {"method": name, **difference}
+        for name, repeats in session.generations.items()
+        if name != PLAIN and not name.startswith(TRANSFORMERS)
+        for difference in first_differences(session.generations[PLAIN][:1], repeats[:1])
+    ]
+
+
+def _token_ids(session: Session) -> tuple[dict[str, list[int]], dict[str, dict[str, list[int]]]]:
+    """Of the first repeat: the plain answers by request, and every method's."""
+    by_method = {
+        name: {key: g.token_ids for key, g in repeats[0].items()} for name, repeats in session.generations.items()
+    }
+    return by_method[PLAIN], by_method
+
+
+def _fp8_against(answers: Mapping[str, Generation], in_fp8: Mapping[str, Generation]) -> Record:
+    """Plain answers in fp8 beside those in bf16: how many differ, and from which token on. A later turn is left out,
+    since it follows another answer."""
+    shared = [key for key in answers if key in in_fp8 and answers[key].prompt_token_ids == in_fp8[key].prompt_token_ids]
+    parted = first_differences([{key: answers[key] for key in shared}], [{key: in_fp8[key] for key in shared}])
+    return {
+        "fp8_answers": len(shared),
+        "fp8_answers_that_differ": len(parted),
+        "fp8_first_differing_token": sorted(entry["first_difference"] for entry in parted),
+    }
+
+
+def _say_number_formats(run: Run, found: Record) -> None:
+    for dtype, error in found["logits"].items():
+        run.say(
+            f"{dtype} against float32: logit error {error['logit_error_relative']:.2%} of their spread, perplexity "
+            f"{error['perplexity']:.4f} against {error['reference_perplexity']:.4f}, same first choice for "
+            f"{error['argmax_agreement']:.2%} of {error['tokens']} tokens"
+        )
+    for dtype, entries in found["texts_apart"].items():
+        gaps = [abs(entry[f"gap_{dtype}"]) for entry in entries if f"gap_{dtype}" in entry]
+        widest = f", the widest gap between the two logits {max(gaps):.4f}" if gaps else ""
+        run.say(f"{dtype}: {len(entries)} speculative answers part from the plain ones{widest}")
