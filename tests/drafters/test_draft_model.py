@@ -73,6 +73,16 @@ def test_rejected_drafts_leave_no_trace(target, twin):
     twin.cache.zero_()
 
 
+def test_a_slot_forgets_its_last_request(target, twin):
+    """A short text, then a longer prompt in the same slot, then a shorter one again."""
+    drafter = DraftModelDrafter(twin, 320)
+    for prompt in (PROMPTS[1], PROMPTS[2], PROMPTS[0]):
+        text = greedy(target, prompt, 10)
+        drafter.reset(0, prompt)
+        (draft,) = drafter.propose([state(text[: len(prompt) + 1])])
+        assert list(draft.tokens) == text[len(prompt) + 1 :][:4]
+
+
 def test_slots_with_different_budgets_draft_together(target, twin):
     drafter = DraftModelDrafter(twin, 320)
     texts = [greedy(target, p, 20) for p in PROMPTS]
