@@ -21,7 +21,7 @@ from tutorial_lib import (
     SamplingParams,
 )
 from tutorial_lib.api import LLM, build
-from tutorial_lib.errors import EngineDirError, ModelError, OptionError, PromptError, WorkbookError
+from tutorial_lib.errors import BackendUnavailable, EngineDirError, ModelError, OptionError, PromptError, WorkbookError
 
 TARGET, DRAFTER = "dummy:tiny-llama?seed=5", "dummy:tiny-llama?layers=1&seed=4"
 TEXT = "Ünïcode 漢字 😀"
@@ -298,7 +298,8 @@ def test_an_engine_directory_is_built_once_and_too_small_for_more(cached, tmp_pa
         assert llm.info["limits"] == {"max_batch_size": 2, "max_seq_len": 100, "max_draft_len": 2}
         assert len(llm.generate("a", GREEDY).token_ids) == 30
     assert "int8" in refusal(OptionError, LLM, path, dtype="int8")
-    assert "tensorrt_llm" in refusal(OptionError, build, TARGET, backend="tensorrt_llm")
+    assert "transformers" in refusal(OptionError, build, TARGET, backend="transformers")
+    assert "not installed" in refusal(BackendUnavailable, build, TARGET, backend="tensorrt_llm")
 
 
 # ---- the package ----------------------------------------------------------------------------------------------------

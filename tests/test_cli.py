@@ -326,9 +326,9 @@ def test_build(workbook, monkeypatch, tmp_path):
     )
     for _, _, options in calls:
         options.pop("say")
-    defaults = {"dtype": "auto", "device": "auto", "max_batch_size": 8, "max_seq_len": None}
+    defaults = {"backend": "torch", "dtype": "auto", "device": "auto", "max_batch_size": 8, "max_seq_len": None}
     defaults |= {"max_draft_len": 16, "overwrite": False}
-    asked = {"dtype": "int8", "device": "cpu", "max_batch_size": 2, "max_seq_len": 128}
+    asked = {"backend": "torch", "dtype": "int8", "device": "cpu", "max_batch_size": 2, "max_seq_len": 128}
     asked |= {"max_draft_len": 4, "overwrite": True}
     assert calls == [("embedded:target", None, defaults), ("dummy:x", tmp_path / "e", asked)]
 
@@ -500,3 +500,42 @@ def test_process_ends_with_130_on_ctrl_c():
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=30)
     assert process.returncode == 130 and err == "\ninterrupted\n"
+
+
+# ---- the posts' experiments on TensorRT-LLM -------------------------------------------------------------------------
+
+TRTLLM = ["bench", "--profile", "tensorrt_llm", "--experiment", "llama-3.3-70b"]
+
+
+@pytest.mark.parametrize("version", ["0.15.0", "1.2.1"])
+def test_a_dry_run_prints_and_stores_the_whole_plan(workbook, tmp_path, version):
+    file = tmp_path / "plan.json"
+    code, out, _ = workbook(*TRTLLM, "--tensorrt-llm-version", version, "--dry-run", "--json", file)
+    plan = json.loads(file.read_text())
+    assert code == 0 and f"[1/{len(plan['steps'])}]" in out and "nothing was run" in out
+    assert plan["tensorrt_llm_version"] == version
+    assert all(step.get("argv") or step.get("call") for step in plan["steps"])
+    assert "…" not in file.read_text()
+
+
+def test_a_real_run_without_the_library_is_one_line_with_the_remedy(workbook):
+    code, out, err = workbook(*TRTLLM)
+    assert code == 2 and out == "" and err.count("\n") == 1
+    assert "not installed" in err and "pypi.nvidia.com" in err and "--dry-run" in err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["bench", "--dry-run"],
+        ["bench", "--flow", "engine"],
+        [*TRTLLM, "--methods", "plain"],
+        [*TRTLLM, "--dry-run", "--repeats", "2"],
+        [*TRTLLM, "--dry-run", "--method", "telepathy", "--tensorrt-llm-version", "1.2.1"],
+        [*TRTLLM, "--dry-run", "--flow", "sideways", "--tensorrt-llm-version", "1.2.1"],
+        ["bench", "--profile", "tensorrt_llm", "--experiment", "llama-9", "--dry-run"],
+    ],
+)
+def test_what_means_nothing_there_is_refused(workbook, words):
+    code, out, err = workbook(*words)
+    assert code == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1

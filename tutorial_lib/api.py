@@ -41,13 +41,21 @@ def build(
     overwrite: bool = False,
     say: Say = print,
 ) -> Path:
-    """Compile a checkpoint into an engine directory and return its path. See `engine.build.build_engine`.
+    """Compile a checkpoint into an engine directory and return its path.
 
-    Without `output_dir` it goes to the cache and is reused next time. Raises `ModelError`, `OptionError`,
-    `EngineDirError`.
+    backend: "torch" (`engine.build.build_engine`) or "tensorrt_llm" (`backends.trtllm.experiment.build_engine`, its
+    engine flow). Without `output_dir` it goes to the cache and is reused next time. Raises `ModelError`,
+    `OptionError`, `EngineDirError`.
     """
+    limits = {"max_batch_size": max_batch_size, "max_seq_len": max_seq_len, "max_draft_len": max_draft_len}
+    if backend == "tensorrt_llm":
+        if device not in ("auto", "cuda"):
+            raise OptionError(f"device is {device!r}", "'cuda' for TensorRT-LLM", "leave it out")
+        from .backends.trtllm.experiment import build_engine as build_trtllm
+
+        return build_trtllm(checkpoint, output_dir, dtype=dtype, **limits, overwrite=overwrite, say=say)
     if backend != "torch":
-        raise OptionError(f"build() was asked for backend {backend!r}", "'torch'", "leave backend out")
+        raise OptionError(f"build() was asked for backend {backend!r}", "'torch' or 'tensorrt_llm'", "choose one")
     from .engine.build import build_engine
     from .models import resolve
 
@@ -55,9 +63,7 @@ def build(
         resolve(str(checkpoint), say=say),
         output_dir,
         dtype=dtype,
-        max_batch_size=max_batch_size,
-        max_seq_len=max_seq_len,
-        max_draft_len=max_draft_len,
+        **limits,
         device=device,
         overwrite=overwrite,
         say=say,
@@ -71,9 +77,9 @@ class LLM:
     is built into the cache first. speculative_config: the drafting method, None for plain decoding. device: "auto"
     takes a GPU of compute capability 8.0 or newer, else the CPU. dtype: "auto" is float32 on a CPU, bfloat16 on a GPU.
     max_batch_size and max_seq_len: needed limits; None takes the engine's own, or the defaults of `build`.
-    simulated_acceptance and kernels_off (names from `engine.gpu_model.KERNELS`, run as plain torch instead) are the
-    torch backend's own, on a GPU. Use it as a context manager, or `close()` it, to free its memory. Raises
-    `WorkbookError`s.
+    simulated_acceptance forces how many drafts are accepted (torch on a GPU, TensorRT-LLM); kernels_off (names from
+    `engine.gpu_model.KERNELS`, run as plain torch instead) is the torch backend's own, on a GPU. Use it as a context
+    manager, or `close()` it, to free its memory. Raises `WorkbookError`s.
     """
 
     def __init__(
@@ -94,8 +100,9 @@ class LLM:
     ) -> None:
         own = {"simulated_acceptance": simulated_acceptance, "kernels_off": kernels_off}
         own = {name: value for name, value in own.items() if value}
-        if own and backend != "torch":
-            raise OptionError(f"{next(iter(own))} was given for backend {backend!r}", "backend 'torch'", "leave it out")
+        knows = {"torch": {"simulated_acceptance", "kernels_off"}, "tensorrt_llm": {"simulated_acceptance"}}
+        if unknown := sorted(set(own) - knows.get(backend, set())):
+            raise OptionError(f"{unknown[0]} was given for backend {backend!r}", "backend 'torch'", "leave it out")
         if backend not in BACKENDS:
             raise OptionError(f"backend is {backend!r}", f"one of {', '.join(BACKENDS)}", "choose one of these")
         module, name = BACKENDS[backend]

@@ -116,6 +116,7 @@ def fetch(
 @app.command()
 def build(
     checkpoint: Annotated[str, typer.Argument(help="A folder, a Hub id, embedded:target, embedded:draft, dummy:NAME.")],
+    backend: Annotated[str, typer.Option(help="torch, or tensorrt_llm for its engine flow.")] = "torch",
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Default: in the cache, used again if there.")] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -133,6 +134,7 @@ def build(
     path = api.build(
         checkpoint,
         out,
+        backend=backend,
         dtype=dtype,
         device=device,
         max_batch_size=max_batch_size,
@@ -290,10 +292,25 @@ def bench(
     max_draft_len: Annotated[int | None, typer.Option(help="K; default: the profile's.")] = None,
     methods: Annotated[str | None, typer.Option(help="Comma-separated, for example plain,draft_target,ngram.")] = None,
     experiment: Annotated[
-        str | None, typer.Option(help="Profile h200: 70b-1b, 70b-3b, 70b-8b, 8b-1b or embedded, instead of prompts.")
+        str | None,
+        typer.Option(
+            help="Profile h200: 70b-1b, 70b-3b, 70b-8b, 8b-1b, embedded. "
+            "Profile tensorrt_llm: llama-3.3-70b, llama-3.1-70b, llama-3.1-405b."
+        ),
     ] = None,
     budget_s: Annotated[
         float | None, typer.Option("--budget-s", metavar="S", help="Leave out parts of the experiment that end later.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Profile tensorrt_llm: print every command and call, run nothing.")
+    ] = False,
+    tensorrt_llm_version: Annotated[
+        str | None, typer.Option(metavar="V", help="For --dry-run: 0.14.0, 0.15.0, 1.2.1, …; default: the installed.")
+    ] = None,
+    flow: Annotated[str | None, typer.Option(help="TensorRT-LLM's: engine, engine_api or pytorch.")] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(help="TensorRT-LLM's: draft_target (default), ngram, lookahead, medusa, eagle, eagle3."),
     ] = None,
 ) -> None:
     """Measure plain and speculative decoding side by side; or an experiment, whose last line is a JSON document."""
@@ -301,12 +318,19 @@ def bench(
 
     chosen = config.profile(profile)
     options: dict[str, Any] = {}
-    if experiment is not None:
-        given = {"--prompts": prompts, "--repeats": repeats, "--max-draft-len": max_draft_len, "--methods": methods}
-        _bench_experiment(chosen, experiment, json_file, budget_s, given)
+    of_trtllm = {"--dry-run": dry_run or None, "--tensorrt-llm-version": tensorrt_llm_version}
+    of_trtllm |= {"--flow": flow, "--method": method}
+    given = {"--prompts": prompts, "--max-draft-len": max_draft_len, "--methods": methods}
+    if experiment is not None and chosen.backend == "tensorrt_llm":
+        _refuse_given(given | {"--budget-s": budget_s}, "with an experiment of TensorRT-LLM")
+        _bench_trtllm(experiment, json_file, repeats, dry_run, tensorrt_llm_version, flow, method)
         return
-    if budget_s is not None:
-        raise OptionError("--budget-s has no effect without --experiment", "an experiment", "add one, or leave it out")
+    _refuse_given(of_trtllm, "without --profile tensorrt_llm and --experiment")
+    if experiment is not None:
+        _refuse_given(given | {"--repeats": repeats}, "with --experiment")
+        _bench_experiment(chosen, experiment, json_file, budget_s)
+        return
+    _refuse_given({"--budget-s": budget_s}, "without --experiment")
     if max_draft_len is not None:
         chosen = replace(chosen, max_draft_len=_at_least_one("--max-draft-len", max_draft_len))
     if repeats is not None:
@@ -326,15 +350,52 @@ def bench(
         write_json(json_file, document)
 
 
-def _bench_experiment(
-    profile: Profile, experiment: str, json_file: str | None, budget_s: float | None, given: dict[str, Any]
+def _refuse_given(options: dict[str, Any], where: str) -> None:
+    """No option is dropped silently: `OptionError` for the first that was given where it means nothing."""
+    if named := [name for name, value in options.items() if value is not None]:
+        raise OptionError(f"{named[0]} has no effect {where}", "only options that have one", "leave it out")
+
+
+def _bench_trtllm(
+    experiment: str,
+    json_file: str | None,
+    repeats: int | None,
+    dry_run: bool,
+    version: str | None,
+    flow: str | None,
+    method: str | None,
 ) -> None:
+    """One of the posts' experiments on TensorRT-LLM: as a plan that runs nothing, or for real."""
+    check_json_file(json_file)
+    if dry_run:
+        _refuse_given({"--repeats": repeats}, "with --dry-run")
+        from .backends.trtllm.plan import format_plan, plan_cli
+
+        document = plan_cli(experiment, version, flow, method)
+        if json_file != "-":
+            print(format_plan(document))
+    else:
+        from .backends.trtllm.experiment import run_experiment
+
+        out = sys.stderr if json_file == "-" else sys.stdout
+        document = run_experiment(
+            experiment,
+            version=version,
+            flow=flow,
+            method=method or "draft_target",
+            repeats=3 if repeats is None else _at_least_one("--repeats", repeats),
+            command=_command(),
+            say=lambda line: _say(line, out),
+        )
+    if json_file is not None:
+        write_json(json_file, document)
+
+
+def _bench_experiment(profile: Profile, experiment: str, json_file: str | None, budget_s: float | None) -> None:
     """An experiment on one GPU. FILE is written part by part (a record a line if it ends in .jsonl); the last line of
     stdout is the summary as JSON, or with `--json -` the whole document. Exit code 1 if nothing could be measured."""
     if profile.device != "cuda":
         raise OptionError(f"profile {profile.name} has no experiments", "profile h200", "add --profile h200")
-    if named := [name for name, value in given.items() if value is not None]:
-        raise OptionError(f"{named[0]} has no effect with --experiment", "one of them", "leave one out")
     if budget_s is not None and not budget_s > 0:
         raise OptionError(f"--budget-s is {budget_s:g}", "seconds above 0")
     check_json_file(json_file)

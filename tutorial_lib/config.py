@@ -153,7 +153,7 @@ class NGramDecodingConfig(DecodingBaseConfig):
 
     decoding_type: ClassVar[str] = "NGram"
     max_matching_ngram_size: int = 3
-    is_use_oldest: bool = False
+    is_use_oldest: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Literal
 
 from . import embedded
+from .backends.trtllm.probe import INSTALL, remedy_for
 
 Status = Literal["OK", "WARN", "FAIL"]
 
@@ -278,11 +279,13 @@ def _draft(m: Machine) -> Finding:
 def _backend(name: str, answer: Answer | None, m: Machine) -> Finding:
     label = f"backend {name}"
     if answer is None:
-        return Finding(label, "OK", "not installed; optional, needs Linux and an NVIDIA GPU")
+        how = f"to have it: {INSTALL}" if name == "tensorrt_llm" else ""
+        return Finding(label, "OK", "not installed; optional, needs Linux and an NVIDIA GPU", how)
     if not answer.is_yes:
         version = m.versions.get(name, "of unknown version")
         detail = f"{version} is installed but cannot be used: {answer.detail}"
-        return Finding(label, "WARN", detail, f"`make run` does not need it; to see more: python -c 'import {name}'")
+        more = remedy_for(answer.detail) if name == "tensorrt_llm" else f"to see more: python -c 'import {name}'"
+        return Finding(label, "WARN", detail, f"`make run` does not need it; {more}")
     return Finding(label, "OK" if m.gpus else "WARN", answer.detail, "" if m.gpus else "it needs an NVIDIA GPU to run")
 
 

@@ -156,6 +156,8 @@ class _Reader:
         return text
 
     def peek(self, token_id: int) -> str:
+        if token_id < 0:  # a backend that does not say which tokens it rejected
+            return "?"
         return "▪" if self._is_hidden else self._tokenizer.decode([token_id])
 
 
