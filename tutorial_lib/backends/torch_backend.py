@@ -220,7 +220,7 @@ def _assemble_gpu(
     kernels_off: Sequence[str],
 ) -> Engine:
     from ..engine.gpu_build import load_gpu_model
-    from ..engine.gpu_model import Ops
+    from ..engine.gpu_model import MAX_STEP_ROWS, Ops, compile_steps
     from ..engine.graph import GpuEngine
 
     is_fp8_cache = kv is not None and kv.dtype == "fp8"
@@ -244,6 +244,8 @@ def _assemble_gpu(
     draft_model = draft_ids = None
     if drafter is not None:
         draft_model, draft_ids = load_gpu_model(drafter, max_draft_len=k, kv_dtype=kv_dtype, ops=ops)
+    of_draft = [] if draft_model is None else [(draft_model, (MAX_STEP_ROWS, 2, 1))]
+    compile_steps([(model, (MAX_STEP_ROWS, 1, k + 1)), *of_draft])
     return GpuEngine(
         model,
         tokenizer,

@@ -180,15 +180,19 @@ def tune(model: GpuModel, say: Callable[[str], None], *, limit: int = 14) -> tup
 
     timings: product -> rows -> {"us": microseconds per product, "tb_s": achieved read rate}.
     """
+    from .compile_ahead import compile_ahead
+
     processors = torch.cuda.get_device_properties(model.device).multi_processor_count
     tactics: Tactics = {}
     report: dict[str, Any] = {}
+    wanted = {kind: _wanted(model, kind, processors, limit) for kind in PRODUCTS}
+    say(f"  compiled {compile_ahead(lambda: _launch_all(model, wanted))} kernels to choose from")
     for kind in PRODUCTS:
-        weights = [model.head] if kind == "head" else [getattr(layer, kind) for layer in model.layers]
+        weights = _weights(model, kind)
         n, k = weights[0].data.shape
         size = weights[0].data.element_size()
         measured = []
-        for tactic in _spread(candidates(kind, n, k, size, processors), limit) or [dict(PLAIN_TACTIC)]:
+        for tactic in wanted[kind]:
             times = _try(model, kind, weights, tactic)
             if times is not None:
                 measured.append((sum(times.values()), tactic, times))
@@ -203,6 +207,22 @@ def tune(model: GpuModel, say: Callable[[str], None], *, limit: int = 14) -> tup
     return tactics, report
 
 
+def _weights(model: GpuModel, kind: str) -> list[Weight]:
+    return [model.head] if kind == "head" else [getattr(layer, kind) for layer in model.layers]
+
+
+def _wanted(model: GpuModel, kind: str, processors: int, limit: int) -> list[dict[str, int]]:
+    data = _weights(model, kind)[0].data
+    return _spread(candidates(kind, *data.shape, data.element_size(), processors), limit) or [dict(PLAIN_TACTIC)]
+
+
+def _launch_all(model: GpuModel, wanted: Mapping[str, Sequence[Mapping[str, int]]]) -> None:
+    """Every launch that tuning will time, once."""
+    for kind, tactics in wanted.items():
+        for tactic, rows in itertools.product(tactics, TUNED_ROWS):
+            _fits(_product(model, kind, _weights(model, kind)[:1], tactic, rows))
+
+
 def _spread(found: list[dict[str, int]], limit: int) -> list[dict[str, int]]:
     if len(found) <= limit:
         return found
@@ -212,26 +232,43 @@ def _spread(found: list[dict[str, int]], limit: int) -> list[dict[str, int]]:
 
 def _try(model: GpuModel, kind: str, weights: Sequence[Weight], tactic: Mapping[str, int]) -> dict[int, float] | None:
     """Microseconds per product at the tuned row counts; None if the kernel does not fit this GPU."""
+    times = {}
+    for rows in TUNED_ROWS:
+        run = _product(model, kind, weights, tactic, rows)
+        if not _fits(run):
+            return None
+        times[rows] = graph_time_us(run, passes=max(1, 64 // len(weights))) / len(weights)
+    return times
+
+
+def _product(
+    model: GpuModel, kind: str, weights: Sequence[Weight], tactic: Mapping[str, int], rows: int
+) -> Callable[[], None]:
+    """The product of `rows` rows with each of `weights`, ready to run."""
     from .kernels import Tactic, gate_up, linear
 
-    made, times, out_scale = Tactic(**tactic), {}, model.layers[0].down_in
-    for rows in TUNED_ROWS:
-        x, scale = _activation(weights[0], rows, model.device)
+    made, out_scale = Tactic(**tactic), model.layers[0].down_in
+    x, scale = _activation(weights[0], rows, model.device)
 
-        def run(rows: int = rows, x=x, scale=scale) -> None:
-            for weight in weights:
-                if kind == "gate_up":
-                    gate_up(x, scale, weight.data, weight.scale, out_scale, made)
-                else:
-                    linear(x, scale, weight.data, weight.scale, made)
+    def run() -> None:
+        for weight in weights:
+            if kind == "gate_up":
+                gate_up(x, scale, weight.data, weight.scale, out_scale, made)
+            else:
+                linear(x, scale, weight.data, weight.scale, made)
 
-        try:
-            times[rows] = graph_time_us(run, passes=max(1, 64 // len(weights))) / len(weights)
-        except Exception as problem:  # Triton reports an unfit tile by many types
-            if "out of resource" not in str(problem).lower() and "OutOfResources" not in type(problem).__name__:
-                raise
-            return None
-    return times
+    return run
+
+
+def _fits(run: Callable[[], None]) -> bool:
+    """Run it; False if its tiles do not fit this GPU."""
+    try:
+        run()
+    except Exception as problem:  # Triton reports an unfit tile by many types
+        if "out of resource" not in str(problem).lower() and "OutOfResources" not in type(problem).__name__:
+            raise
+        return False
+    return True
 
 
 def _activation(weight: Weight, rows: int, device) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -243,8 +280,7 @@ def _activation(weight: Weight, rows: int, device) -> tuple[torch.Tensor, torch.
 
 
 def graph_time_us(run: Callable[[], None], *, passes: int = 1, repeats: int = 5) -> float:
-    """Median microseconds of `run` replayed as a CUDA graph (`passes` copies in one graph)."""
-    run()
+    """Median microseconds of `run`, which has run before, replayed as a CUDA graph (`passes` copies in one graph)."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

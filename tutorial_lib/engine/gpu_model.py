@@ -122,6 +122,17 @@ class PrefillStep:
         self.model.body(self.tokens, self.table, self.length, self.slot, MAX_STEP_ROWS)
 
 
+def compile_steps(wanted: Iterable[tuple[GpuModel, Iterable[int]]]) -> int:
+    """Compile what steps of these models with these numbers of rows launch, many kernels at a time, so that captures
+    find it done; returns how many kernels that were. Nothing to do without a GPU."""
+    wanted = [(model, tuple(rows)) for model, rows in wanted if model.device.type == "cuda"]
+    if not wanted:
+        return 0
+    from .compile_ahead import compile_ahead
+
+    return compile_ahead(lambda: [model.rehearse(n) for model, rows in wanted for n in rows])
+
+
 def captured(run: Callable[[], None]) -> Any:
     """A CUDA graph of `run`, which is rehearsed twice beforehand so that every kernel is compiled."""
     stream = torch.cuda.Stream()
@@ -206,6 +217,15 @@ class GpuModel:
             h = ops.gate_up(h, scale, layer.gate_up.data, layer.gate_up.scale, layer.down_in, tactic, ops.pdl)
             parts = self._product(layer.down, *self._quantized(layer, h, layer.down_in))
         return x, parts
+
+    @torch.inference_mode()
+    def rehearse(self, rows: int) -> None:
+        """A step of `rows` rows and its argmax, on the scratch page: launches all there is to one, changes nothing."""
+        device = self.device
+        table = torch.full((1, -(-self.max_positions // PAGE)), self.pages - 1, dtype=torch.int32, device=device)
+        length, slot = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2))
+        logits = self.step(torch.zeros(rows, dtype=torch.long, device=device), table, length, slot, rows)
+        self.ops.argmax(logits, torch.empty(rows, dtype=torch.int32, device=device), self.ops.pdl)
 
     @torch.inference_mode()
     def prefill(self, ids: Sequence[int], table: torch.Tensor, slot: int) -> None:

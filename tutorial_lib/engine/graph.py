@@ -27,7 +27,7 @@ from ..errors import OptionError
 from ..results import Generation, Round
 from .device_sampling import SlotParams, accept_greedy, accept_sampled, draw, probabilities, uniform
 from .engine import Engine, Request, _arbitrary_ids, _median_s
-from .gpu_model import MAX_STEP_ROWS, PAGE, GpuModel, captured
+from .gpu_model import MAX_STEP_ROWS, PAGE, GpuModel, captured, compile_steps
 from .sampling import Purpose
 from .verify import Verdict
 
@@ -469,6 +469,7 @@ class GpuEngine(Engine):
 
     def _time_step(self, model: GpuModel, ids: Sequence[int], rows: int, context: int, repeats: int) -> float:
         device = model.device
+        compile_steps([(model, [rows])])
         slot, table = self._free[-1], self.state.table.clone()
         pages = torch.arange(self._blocks, dtype=torch.int32, device=device) % max(1, model.pages - 1)
         table[slot] = pages

@@ -66,7 +66,7 @@ def _dot(a, b, acc):
 # --------------------------------------------------------------------------------------------------------- products
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # one compiled kernel for all row counts: same sums, less to compile
 def _linear_kernel(
     x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, out_ptr, rows, n, k,
     SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -101,7 +101,7 @@ def _linear_kernel(
     tl.store(out, acc, mask=inside_n & (m[None, :] < rows))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _gate_up_kernel(
     x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, out_ptr, out_scale_ptr, rows, inner, k,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
@@ -171,7 +171,7 @@ def gate_up(x, x_scale, weight, weight_scale, out_scale, tactic: Tactic, pdl: bo
 # ------------------------------------------------------------------------------------------------- norm and quantize
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _add_norm_kernel(
     residual_ptr, parts_ptr, weight_ptr, out_ptr, scale_in_ptr, scale_out_ptr, rows, width, eps,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr, QUANT: tl.constexpr, PDL: tl.constexpr,
@@ -281,7 +281,7 @@ def _rotated_head(
     return first * cos - second * sin, second * cos + first * sin
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "total_rows"])
 def _attention_kernel(
     parts_ptr, bias_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, cache_ptr, kv_scale_ptr,
     table_ptr, length_ptr, slot_ptr, mask_ptr, depth_ptr,
