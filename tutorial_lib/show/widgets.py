@@ -117,13 +117,14 @@ def speedup_view(alpha: float, K: int, draft_cost: float, verify_cost: float) ->
     needed = cost_model.break_even_alpha(1.0, mine.round_s, K)
     verdict = "no alpha makes this K pay" if needed is None else f"it pays from alpha = {needed:.2f} on"
     longest = max(choice.speedup for choice in choices)
+    names = ("K", "tokens per round", "cost of a round (plain steps)", "speed-up")
+    head = "".join(f'<th style="{_CELL};text-align:left">{name}</th>' for name in names)
     rows = "".join(_speedup_row(choice, choice is mine, longest) for choice in choices[1:])
     return (
         f'<div style="{_BOX}"><p><b>{mine.acceptance_length:.2f} tokens per round / {mine.round_s:.2f} plain steps per '
         f"round = {mine.speedup:.2f}× plain decoding</b>; {verdict}. Best K here: {best.max_draft_len or 'none'}"
         f"{f' ({best.speedup:.2f}×)' if best.max_draft_len else ''}.</p>"
-        f'<table style="{_TABLE}"><tr><th>K</th><th>tokens per round</th><th>cost of a round (plain steps)</th>'
-        f"<th>speed-up</th></tr>{rows}</table></div>"
+        f'<table style="{_TABLE}"><tr>{head}</tr>{rows}</table></div>'
     )
 
 
