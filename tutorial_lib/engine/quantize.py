@@ -49,6 +49,9 @@ def calibrate(model: Any, texts: Sequence[Sequence[int]]) -> list[dict[str, floa
 
     for ids in texts:
         x = F.embedding(torch.tensor(list(ids), device=model.device), model.embed).float()
+        position = torch.arange(len(ids), device=model.device)
+        back = position[:, None] - position
+        seen = (back >= 0) & (back < (config.sliding_window or len(ids)))
         for i, layer in enumerate(model.layers):
             h = see(i, "qkv_in", _norm(x, layer.input_norm, eps))
             qkv = h @ layer.qkv.data.float().t()
@@ -64,7 +67,7 @@ def calibrate(model: Any, texts: Sequence[Sequence[int]]) -> list[dict[str, floa
             see(i, "v", v)
             group = config.num_heads // config.num_kv_heads
             k, v = (t.repeat_interleave(group, 1).transpose(0, 1)[None] for t in (k, v))
-            out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, is_causal=True)
+            out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, attn_mask=seen)
             h = see(i, "o_in", out[0].transpose(0, 1).reshape(len(ids), -1))
             x = x + h @ layer.o.data.float().t()
             h = see(i, "gate_up_in", _norm(x, layer.post_norm, eps))
