@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..errors import ModelError
 from .gpu_model import PAGE, GpuModel, Layer, Ops, Weight, rotary_tables
 from .model import ModelConfig, pack
 from .quantize import calibrate, quantize_fp8, random_fp8
+from .reference import FP8
 
 if TYPE_CHECKING:
     from ..engine_dir import EngineInfo
@@ -44,7 +46,16 @@ def assemble(
     max_sequences: int = 1,
     kv_dtype: torch.dtype = torch.bfloat16,
 ) -> GpuModel:
-    """A `GpuModel` from packed tensors on the device (`quantized` made them: `X`, `X.scale`, `X.in`, `L.kv_scale`)."""
+    """A `GpuModel` from packed tensors on the device (`quantized` made them: `X`, `X.scale`, `X.in`, `L.kv_scale`).
+
+    Raises `ModelError` for a bias that no kernel adds, and for an FP8 cache without scales.
+    """
+    if added := [name for name in packed if name.endswith(".bias") and not name.endswith(".qkv.bias")]:
+        raise ModelError(f"the model has {added[0]}", "biases in q, k and v only on the GPU path", "use device='cpu'")
+    if kv_dtype == FP8:
+        if missing := [i for i in range(config.num_layers) if f"{i}.kv_scale" not in packed]:
+            layers = ", ".join(map(str, missing))
+            raise ModelError(f"layers {layers} have no scales for an FP8 cache", "calibrated ones", "build with fp8")
     device = packed["embed"].device
     cos, sin = rotary_tables(config, max_positions, device)
     made = _tactic_objects(tactics)
@@ -66,7 +77,7 @@ def assemble(
             qkv_bias=packed.get(f"{i}.qkv.bias"),
             q_norm=packed.get(f"{i}.q_norm"),
             k_norm=packed.get(f"{i}.k_norm"),
-            kv_scale=packed.get(f"{i}.kv_scale") if kv_dtype == torch.float8_e4m3fn else None,
+            kv_scale=packed.get(f"{i}.kv_scale") if kv_dtype == FP8 else None,
             qkv_in=packed.get(f"{i}.qkv.in"),
             o_in=packed.get(f"{i}.o.in"),
             gate_up_in=packed.get(f"{i}.gate_up.in"),
@@ -128,7 +139,7 @@ def random_packed(config: ModelConfig, device, *, seed: int = 0, is_head_fp8: bo
 
     def fp8(name: str, rows: int, columns: int) -> dict[str, torch.Tensor]:
         codes = random_fp8(rows, columns, device, generator)
-        spread = 0.56 * columns**0.5  # these codes have a standard deviation of about 0.56
+        spread = 0.6 * columns**0.5  # these codes have a standard deviation of 0.6
         return {name: codes, f"{name}.scale": torch.full((rows,), 1.0 / spread, device=device)}
 
     packed = {
@@ -276,7 +287,7 @@ def _activation(weight: Weight, rows: int, device) -> tuple[torch.Tensor, torch.
     x = torch.randn(rows, weight.data.shape[1], device=device, generator=generator)
     if weight.scale is None:
         return x.to(torch.bfloat16), None
-    return x.to(torch.float8_e4m3fn), torch.ones(max(rows, 64), device=device)
+    return x.to(FP8), torch.ones(max(rows, 64), device=device)
 
 
 def graph_time_us(run: Callable[[], None], *, passes: int = 1, repeats: int = 5) -> float:

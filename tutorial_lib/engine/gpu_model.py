@@ -96,23 +96,25 @@ def rotary_tables(config: ModelConfig, positions: int, device) -> tuple[torch.Te
 
 
 class PrefillStep:
-    """64 rows of one sequence over fixed buffers, its logits dropped; captured as a graph on a GPU."""
+    """64 rows of one sequence over fixed buffers, its logits dropped; captured as a graph on a GPU. The pages are
+    copied in for every prefill, so whose table they come from does not matter."""
 
-    def __init__(self, model: GpuModel, table: torch.Tensor) -> None:
+    def __init__(self, model: GpuModel) -> None:
         device = model.device
-        self.model, self.table = model, table
+        self.model = model
         self.tokens = torch.zeros(MAX_STEP_ROWS, dtype=torch.long, device=device)
         self.length = torch.zeros(1, dtype=torch.int32, device=device)
-        self.slot = torch.full((1,), table.shape[0] - 1, dtype=torch.int32, device=device)
+        self.slot = torch.zeros(1, dtype=torch.int32, device=device)
+        blocks = -(-model.max_positions // PAGE)
+        self.table = torch.full((1, blocks), model.pages - 1, dtype=torch.int32, device=device)
         self._graph: Any = None
         if device.type == "cuda":
             self._graph = captured(self._step)
 
-    def run(self, ids: Sequence[int], slot: int, start: int) -> None:
+    def run(self, ids: Sequence[int], start: int) -> None:
         padded = list(ids) + [ids[-1]] * (MAX_STEP_ROWS - len(ids))
         self.tokens.copy_(torch.tensor(padded))
         self.length.fill_(start)
-        self.slot.fill_(slot)
         if self._graph is not None:
             self._graph.replay()
         else:
@@ -173,11 +175,15 @@ class GpuModel:
         self._prefill_step: PrefillStep | None = None
         self.scratch: Any = None
         if "kernels" in ops.attention.__module__:
+            if config.head_dim & (config.head_dim - 1):
+                raise OptionError(
+                    f"the model has heads of {config.head_dim}",
+                    "a power of two for the attention kernel",
+                    "run it as plain torch with kernels_off=['attention']",
+                )
             from .kernels import AttentionScratch
 
-            widest = max((AttentionScratch.make(n, MAX_STEP_ROWS // n, config, max_positions, self.device)
-                          for n in {1, max_sequences}), key=lambda scratch: scratch.acc.numel())  # fmt: skip
-            self.scratch = widest
+            self.scratch = AttentionScratch.for_steps(max_sequences, MAX_STEP_ROWS, config, max_positions, self.device)
 
     @torch.inference_mode()
     def step(
@@ -235,9 +241,10 @@ class GpuModel:
         token is left to `step`, so that whatever is computed from it comes from the kernels that decode.
         """
         if self._prefill_step is None:
-            self._prefill_step = PrefillStep(self, table)
+            self._prefill_step = PrefillStep(self)
+        self._prefill_step.table[0, : table.shape[1]] = table[slot]
         for at in range(0, len(ids), MAX_STEP_ROWS):
-            self._prefill_step.run(list(ids[at : at + MAX_STEP_ROWS]), slot, at)
+            self._prefill_step.run(ids[at : at + MAX_STEP_ROWS], at)
 
     def _product(self, weight: Weight, x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
         return self.ops.linear(x, scale, weight.data, weight.scale, weight.tactic(x.shape[0]), self.ops.pdl)

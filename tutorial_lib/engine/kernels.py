@@ -393,9 +393,13 @@ def _attention_kernel(
                 k2 = tl.load(base + token[None, :] * DIM + HALF + d_half[:, None], mask=filled[None, :], other=0.0)
                 v_base = base + KV_HEADS * TOKENS * DIM
                 v = tl.load(v_base + token[:, None] * DIM + d[None, :], mask=filled[:, None], other=0.0)
-                scores = tl.zeros([LANES, TOKENS], tl.float32)
-                scores = _dot(q1, k1.to(tl.bfloat16), scores)
-                scores = _dot(q2, k2.to(tl.bfloat16), scores)
+                if HALF >= 16:
+                    scores = tl.zeros([LANES, TOKENS], tl.float32)
+                    scores = _dot(q1, k1.to(tl.bfloat16), scores)
+                    scores = _dot(q2, k2.to(tl.bfloat16), scores)
+                else:  # too short for the tensor cores: heads of tiny models
+                    scores = tl.sum(q1.to(tl.float32)[:, :, None] * k1.to(tl.float32)[None, :, :], 1)
+                    scores += tl.sum(q2.to(tl.float32)[:, :, None] * k2.to(tl.float32)[None, :, :], 1)
                 if FP8_CACHE:
                     scores *= k_scale
                 seen = position[None, :] <= q_at[:, None]
@@ -470,18 +474,20 @@ class AttentionScratch:
     counter: torch.Tensor
 
     @classmethod
-    def make(cls, sequences: int, rows: int, config, max_positions: int, device) -> AttentionScratch:
-        """Enough for `sequences` sequences with `rows` rows each."""
+    def for_steps(cls, sequences: int, rows: int, config, max_positions: int, device) -> AttentionScratch:
+        """Enough for every step of at most `rows` rows, spread evenly over at most `sequences` sequences."""
         group = config.num_heads // config.num_kv_heads
-        lanes, blocks, _, programs = attention_shape(rows, group, max_positions)
-        heads = sequences * config.num_kv_heads * blocks
+        heads = vectors = 1
+        for n in range(1, min(sequences, rows) + 1):
+            lanes, blocks, _, programs = attention_shape(rows // n, group, max_positions)
+            heads = max(heads, n * blocks * config.num_kv_heads)
+            vectors = max(vectors, n * blocks * config.num_kv_heads * programs * lanes)
 
         def empty(count: int) -> torch.Tensor:
             return torch.empty(count, device=device, dtype=torch.float32)
 
-        count = heads * programs * lanes
         counter = torch.zeros(heads, device=device, dtype=torch.int32)
-        return cls(empty(count), empty(count), empty(count * config.head_dim), counter)
+        return cls(empty(vectors), empty(vectors), empty(vectors * config.head_dim), counter)
 
 
 def attention(
@@ -524,13 +530,13 @@ def attention(
 
 
 @triton.jit
-def _argmax_kernel(logits_ptr, best_ptr, where_ptr, vocab, tiles, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _argmax_kernel(logits_ptr, stride, best_ptr, where_ptr, vocab, tiles, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row, tile = tl.program_id(0), tl.program_id(1)
     if PDL:
         tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
     i = tile * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits_ptr + row.to(tl.int64) * vocab + i, mask=i < vocab, other=-float("inf"))
+    x = tl.load(logits_ptr + row.to(tl.int64) * stride + i, mask=i < vocab, other=-float("inf"))
     tl.store(best_ptr + row * tiles + tile, tl.max(x, 0))
     tl.store(where_ptr + row * tiles + tile, tile * BLOCK + tl.argmax(x, 0))
 
@@ -547,15 +553,17 @@ def _argmax_finish_kernel(best_ptr, where_ptr, out_ptr, out_stride, tiles, BLOCK
 
 
 def argmax(logits, out, pdl: bool = False) -> None:
-    """out[row] = index of the largest logit (the first of equals). logits float32 [rows, vocab]; out int32 [rows],
-    any stride."""
+    """out[row] = index of the largest logit (the first of equals). logits float32 [rows, vocab], rows any distance
+    apart; out int32 [rows], any stride."""
     rows, vocab = logits.shape
     block = 2048
     tiles = triton.cdiv(vocab, block)
     best = torch.empty(rows, tiles, device=logits.device, dtype=torch.float32)
     where = torch.empty(rows, tiles, device=logits.device, dtype=torch.int32)
     on = pdl and not IS_INTERPRETED
-    _argmax_kernel[(rows, tiles)](logits, best, where, vocab, tiles, BLOCK=block, PDL=on, **launch_options(pdl))
+    _argmax_kernel[(rows, tiles)](
+        logits, logits.stride(0), best, where, vocab, tiles, BLOCK=block, PDL=on, **launch_options(pdl)
+    )
     _argmax_finish_kernel[(rows,)](
         best, where, out, out.stride(0), tiles, BLOCK=triton.next_power_of_2(tiles), PDL=on, **launch_options(pdl)
     )
