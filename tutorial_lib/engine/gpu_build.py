@@ -224,7 +224,8 @@ def _weights(model: GpuModel, kind: str) -> list[Weight]:
 
 def _wanted(model: GpuModel, kind: str, processors: int, limit: int) -> list[dict[str, int]]:
     data = _weights(model, kind)[0].data
-    return _spread(candidates(kind, *data.shape, data.element_size(), processors), limit) or [dict(PLAIN_TACTIC)]
+    n, k = data.shape
+    return _spread(candidates(kind, n, k, data.element_size(), processors), limit) or [dict(PLAIN_TACTIC)]
 
 
 def _launch_all(model: GpuModel, wanted: Mapping[str, Sequence[Mapping[str, int]]]) -> None:
