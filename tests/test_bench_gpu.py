@@ -373,6 +373,9 @@ def test_the_embedded_pair_beside_transformers(pair):
     methods = {(r["method"], r["backend"], r["dtype"], r["max_draft_len"]) for r in document["runs"]}
     assert {method for method, *_ in methods} == {"plain", "draft_target", "ngram"}
     assert not any(r["is_simulated"] for r in document["runs"])
+    assert summary["energy_j_per_token"].keys() == {"plain", "draft_target"}
+    energies = [r for r in document["records"] if r["kind"] == "energy"]
+    assert all(r["energy_j_per_token"] == pytest.approx(100 / r["output_tokens"]) for r in energies)
     formats = summary["number_formats"]
     error = formats["logits"]["fp8"]
     assert error["logit_error_max"] == 0 and error["argmax_agreement"] == 1 and error["perplexity"] > 1

@@ -43,8 +43,8 @@ def run_embedded(run: Run, folder: Path) -> None:
         run.part("draft steps", 3, lambda: gpu_parts.time_drafts(run, pair, cards["drafter"]), pair)
         session = run.part("runs beside transformers", 120, lambda: _session(run, llms), plain)
         ids = list(session.requests[0].prompt_ids) if session else None
-        _breakdown(run, "plain step", plain, ids)
-        _breakdown(run, "round", pair, ids)
+        for what, llm in (("plain", plain), ("draft_target", pair)):
+            _closer_look(run, what, llm, ids)
     finally:
         for llm in llms.values():
             llm.close()
@@ -54,8 +54,10 @@ def run_embedded(run: Run, folder: Path) -> None:
     gpu_parts.first_token(run, target, drafter)
 
 
-def _breakdown(run: Run, what: str, llm: Any, ids: list[int] | None) -> None:
-    run.part(f"breakdown of a {what}", 3, lambda: gpu_parts.breakdown(run, llm, what, ids or [], ROUNDS), llm, ids)
+def _closer_look(run: Run, what: str, llm: Any, ids: list[int] | None) -> None:
+    """Time by kernel of a round (plain: a step), and energy."""
+    run.part(f"breakdown, {what}", 3, lambda: gpu_parts.breakdown(run, llm, what, ids or [], ROUNDS), llm, ids)
+    run.part(f"energy, {what}", 3, lambda: gpu_parts.energy(run, llm, what, ids or []), llm, ids)
 
 
 # ---- the session ----------------------------------------------------------------------------------------------------

@@ -202,6 +202,22 @@ def breakdown(run: Run, llm: Any, of: str, prompt_ids: Sequence[int], rounds: in
     return found
 
 
+def energy(run: Run, llm: Any, name: str, prompt_ids: Sequence[int], seconds: float = 2.0) -> float | None:
+    """Joules per output token of one answer over and over, for answers too short to be metered one by one."""
+    params = SamplingParams(max_tokens=run.experiment.output_tokens, ignore_eos=True)
+    llm.generate(list(prompt_ids), params)
+    before, start, tokens = run.nvml.energy_j(), run.elapsed_s, 0
+    while run.elapsed_s - start < seconds:
+        tokens += len(llm.generate(list(prompt_ids), params).token_ids)
+    after = run.nvml.energy_j()
+    found = None if before is None or after is None else (after - before) / tokens
+    run.summary.setdefault("energy_j_per_token", {})[name] = found
+    run.add("energy", of=name, model=run.experiment.target, output_tokens=tokens, energy_j_per_token=found)
+    if found is not None:
+        run.say(f"{name}: {found:.3f} J per token")
+    return found
+
+
 def first_token(run: Run, target: Path | None, drafter: Path | None) -> None:
     """How long a new process takes to its first token, once this one has let go of the GPU's memory."""
 
