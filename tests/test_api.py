@@ -6,6 +6,8 @@ import asyncio
 import re
 import subprocess
 import sys
+import threading
+import time
 from itertools import pairwise
 
 import pytest
@@ -160,18 +162,7 @@ def test_inside_a_running_event_loop(speculative):
 
     async def cell():
         assert speculative.generate(TEXT, GREEDY).token_ids == expected[0]
-        ticks = 0
-
-        async def tick():
-            nonlocal ticks
-            while True:
-                ticks += 1
-                await asyncio.sleep(0)
-
-        ticking = asyncio.create_task(tick())
         found = await asyncio.gather(*(read(p) for p in prompts))
-        ticking.cancel()
-        assert ticks > 5  # the loop was never blocked for long
         async for _ in speculative.generate_async(TEXT, GREEDY, streaming=True):
             break
         return found
@@ -180,6 +171,56 @@ def test_inside_a_running_event_loop(speculative):
     assert [ids for _, ids in found] == expected
     assert all(count > 3 for count, _ in found)
     assert [g.token_ids for g in speculative.generate(prompts, GREEDY)] == expected  # all three slots are free
+
+
+def test_waiting_for_a_step_does_not_block_the_event_loop(plain, monkeypatch):
+    """The engine waits for something that only another task of the loop can do."""
+    gate, stream = threading.Event(), plain._backend.stream
+
+    def gated(*args):
+        assert gate.wait(20)
+        yield from stream(*args)
+
+    monkeypatch.setattr(plain._backend, "stream", gated)
+
+    async def cell():
+        async def read():
+            return [g async for g in plain.generate_async("a", SamplingParams(max_tokens=3), streaming=True)]
+
+        reading = asyncio.create_task(read())
+        await asyncio.sleep(0.01)
+        gate.set()
+        return await reading
+
+    assert len(asyncio.run(cell())[-1].token_ids) == 3
+
+
+def test_streams_in_threads_take_turns(plain, monkeypatch):
+    """The engine is not made for two calls at a time."""
+    inside, most, stream = [], [], plain._backend.stream
+
+    def watched(*args):
+        items = stream(*args)
+        while True:
+            inside.append(1)
+            time.sleep(0.002)
+            item = next(items, None)
+            most.append(len(inside))
+            inside.pop()
+            if item is None:
+                return
+            yield item
+
+    monkeypatch.setattr(plain._backend, "stream", watched)
+
+    async def cell():
+        async def read():
+            return [g async for g in plain.generate_async("a", SamplingParams(max_tokens=5), streaming=True)]
+
+        return await asyncio.gather(read(), read())
+
+    assert [len(items) for items in asyncio.run(cell())] == [5, 5]
+    assert len(most) == 12 and set(most) == {1}
 
 
 # ---- closing --------------------------------------------------------------------------------------------------------

@@ -73,6 +73,20 @@ def test_rejected_drafts_leave_no_trace(target, twin):
     twin.cache.zero_()
 
 
+def test_a_text_that_goes_elsewhere_while_nothing_is_drafted(target, twin):
+    """What was proposed before is stale in the middle of the text, not only at its end."""
+    drafter = DraftModelDrafter(twin, 320)
+    ids = greedy(target, PROMPTS[1], 3)
+    drafter.reset(0, PROMPTS[1])
+    (draft,) = drafter.propose([state(ids, 6)])
+    for other in range(3):  # leaves the proposal after as many tokens
+        elsewhere = ids + list(draft.tokens[:other]) + [300, 301, 302, 303, 304, 305]
+        (found,) = drafter.propose([state(elsewhere)])
+        assert list(found.tokens) == greedy(target, elsewhere, 4)[len(elsewhere) :]
+        drafter.reset(0, PROMPTS[1])
+        (draft,) = drafter.propose([state(ids, 6)])
+
+
 def test_a_slot_forgets_its_last_request(target, twin):
     """A short text, then a longer prompt in the same slot, then a shorter one again."""
     drafter = DraftModelDrafter(twin, 320)

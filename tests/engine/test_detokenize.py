@@ -54,6 +54,19 @@ def test_special_tokens_have_no_text():
     assert shown == ["a", "a", "ab"] and detokenizer.finish() == "ab"
 
 
+def test_a_tokenizer_that_drops_the_first_space_keeps_the_others():
+    """As Llama 2's does: the space in front of a word is the text's own unless the word comes first."""
+
+    class DropsFirstSpace(Pieces):
+        def decode(self, ids, **options):
+            return super().decode(ids, **options).removeprefix(" ")
+
+    detokenizer = Detokenizer(DropsFirstSpace({0: b" a", 1: b" b", 2: b" c", 3: SMILE[:2], 4: SMILE[2:]}))
+    for token in (0, 1, 3, 4, 2, 2):
+        detokenizer.push(token)
+    assert detokenizer.finish() == "a b😀 c c"
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_any_cut_gives_the_text_of_all_tokens(seed):
     """Random bytes, valid and not, cut anywhere: pieces join to the plain decode and nothing shown is taken back."""

@@ -33,7 +33,7 @@ class NGramDrafter:
     def _lookup(self, state: SlotState) -> list[int]:
         ids, follows = state.token_ids, self._follows[state.slot]
         self._index(state.slot, ids)
-        start = next((follows[key] for n in self._sizes if (key := tuple(ids[-n:])) in follows and n <= len(ids)), None)
+        start = next((follows[key] for n in self._sizes if (key := tuple(ids[-n:])) in follows), None)
         drafted: list[int] = []
         while start is not None and len(drafted) < state.budget:
             index = start + len(drafted)
