@@ -32,6 +32,7 @@ from .sampling import Purpose
 from .verify import Verdict
 
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+STEPS_PER_GRAPH = 4  # when steps are timed
 
 
 @dataclass
@@ -453,38 +454,44 @@ class GpuEngine(Engine):
 
     # ---------------------------------------------------------------------------------------------------- calibration
 
-    def time_steps(self, rows: Sequence[int], context: int, repeats: int = 15) -> dict[int, float]:
+    def time_steps(self, rows: Sequence[int], context: int, repeats: int = 7) -> dict[int, float]:
         """Median seconds of one target pass, head and argmax included, by number of rows after `context` tokens: on a
-        GPU the replay of a graph of its own."""
+        GPU out of a graph of several, so that starting a graph is no part of it."""
         ids = _arbitrary_ids(self.target.config.vocab_size, context + max(rows))
-        return {n: self._time_step(self.target, ids, n, context, repeats) for n in rows}
+        times = {n: self._time_chain(self.target, ids, [n] * STEPS_PER_GRAPH, context, repeats) for n in rows}
+        return {n: seconds / STEPS_PER_GRAPH for n, seconds in times.items()}
 
-    def time_draft(self, max_draft_len: int, context: int, repeats: int = 15) -> float:
-        """Median seconds of drafting `max_draft_len` tokens for one request: K draft steps one after another."""
+    def time_draft(self, max_draft_len: int, context: int, repeats: int = 7) -> float:
+        """Median seconds of drafting `max_draft_len` tokens for one request: K draft steps one after another, the
+        first over two rows."""
         if self.draft_model is None:
             return super().time_draft(max_draft_len, context, repeats)
         ids = _arbitrary_ids(self.target.config.vocab_size, context + 2)
-        first, later = (self._time_step(self.draft_model, ids, n, context, repeats) for n in (2, 1))
-        return first + (max_draft_len - 1) * later
+        return self._time_chain(self.draft_model, ids, [2] + [1] * (max_draft_len - 1), context, repeats)
 
-    def _time_step(self, model: GpuModel, ids: Sequence[int], rows: int, context: int, repeats: int) -> float:
-        device = model.device
-        compile_steps([(model, [rows])])
+    def _time_chain(
+        self, model: GpuModel, ids: Sequence[int], chain: Sequence[int], context: int, repeats: int
+    ) -> float:
+        """Median seconds of steps with these numbers of rows one after another, each after `context` tokens."""
+        device, most = model.device, max(chain)
+        compile_steps([(model, sorted(set(chain)))])
         slot, table = self._free[-1], self.state.table.clone()
         pages = torch.arange(self._blocks, dtype=torch.int32, device=device) % max(1, model.pages - 1)
         table[slot] = pages
         model.prefill(ids[:context], table, slot)
-        tokens = torch.tensor(ids[context : context + rows], device=device)
+        tokens = torch.tensor(ids[context : context + most], device=device)
         lengths = torch.tensor([context], dtype=torch.int32, device=device)
         slots = torch.tensor([slot], dtype=torch.int32, device=device)
-        best = torch.empty(rows, dtype=torch.int32, device=device)
+        best = torch.empty(most, dtype=torch.int32, device=device)
 
-        def step() -> None:
-            model.ops.argmax(model.step(tokens, table, lengths, slots, rows), best, model.ops.pdl)
+        def steps() -> None:
+            for rows in chain:
+                logits = model.step(tokens[:rows], table, lengths, slots, rows)
+                model.ops.argmax(logits, best[:rows], model.ops.pdl)
 
         if device.type != "cuda":
-            return _median_s(step, repeats)
-        graph, samples = captured(step), []
+            return _median_s(steps, repeats)
+        graph, samples = captured(steps), []
         for _ in range(repeats + 2):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
