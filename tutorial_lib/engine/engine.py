@@ -54,6 +54,7 @@ class Request:
     latency_s: float = 0.0
     finish_reason: str = ""
     stop_reason: int | str | None = None
+    is_simulated: bool = False
 
     @property
     def output_ids(self) -> list[int]:
@@ -76,6 +77,7 @@ class Request:
             latency_s=self.latency_s,
             logprobs=None if self.logprobs is None else list(self.logprobs),
             stop_reason=self.stop_reason,
+            is_simulated=self.is_simulated,
         )
 
 
@@ -329,7 +331,7 @@ class Engine:
 
     def _idle_slot(self, positions: int) -> int:
         """A slot that no request holds; `OptionError` if it has too few positions or there is none."""
-        limit = self.target.max_seq_len
+        limit = self.max_seq_len
         if positions > limit:
             raise OptionError(f"timing this takes {positions} positions", f"at most {limit}, the engine's max_seq_len")
         if not self._free:

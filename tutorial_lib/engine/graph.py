@@ -20,11 +20,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from ..config import SamplingParams, SimulatedAcceptance
 from ..drafters.base import Drafter, SlotState
 from ..errors import OptionError
-from ..results import Generation, Round
+from ..results import Round
 from .device_sampling import SlotParams, accept_greedy, accept_sampled, draw, probabilities, uniform
 from .engine import Engine, Request, _arbitrary_ids, _median_s
 from .gpu_model import MAX_STEP_ROWS, PAGE, GpuModel, captured, compile_steps
@@ -87,7 +88,9 @@ class RoundProgram:
         device = target.device
         self.target, self.drafter, self.state, self.batch, self.k = target, drafter, state, batch, max_draft_len
         self.is_sampled, self.is_forced, self.draft_ids = is_sampled, is_forced, draft_ids
-        self.slots = torch.zeros(batch, dtype=torch.long, device=device)
+        self.slots = torch.full((batch,), state.length.shape[0] - 1, dtype=torch.long, device=device)
+        self._chosen: list[int] = []
+        self.proposed_s = 0.0  # what a drafter on the host took for the last launch
         self.drafts = torch.zeros(batch, max_draft_len, dtype=torch.int32, device=device)
         self.drafted_len = torch.full((batch,), max_draft_len, dtype=torch.long, device=device)
         self.choices = torch.zeros(batch, max_draft_len + 1, dtype=torch.int32, device=device)
@@ -96,6 +99,13 @@ class RoundProgram:
         self._graph: Any = None
 
     # ------------------------------------------------------------------------------------------------------- launching
+
+    def choose(self, slots: Sequence[int]) -> None:
+        """Serve these slots from the next launch on; rows left over go to the scratch slot."""
+        if slots != self._chosen:
+            scratch = self.state.length.shape[0] - 1
+            self.slots.copy_(torch.tensor([*slots, *[scratch] * (self.batch - len(slots))]))
+            self._chosen = list(slots)
 
     def launch(self) -> None:
         """Run the round: by its graph on a GPU (captured at the first call), directly elsewhere."""
@@ -143,10 +153,15 @@ class RoundProgram:
         length = state.length[self.slots]
         slots = self.slots.int()
         tokens = state.last[self.slots].reshape(-1)
+        common = min(drafter.config.vocab_size, self.target.config.vocab_size)
+        if common < self.target.config.vocab_size:
+            tokens = torch.where(tokens < common, tokens, 0)  # an id that the drafter lacks: a guess costs speed only
         for i in range(self.k):
             rows = 2 if i == 0 else 1
             start = length - 2 if i == 0 else length - 1 + i
             logits = drafter.step(tokens, state.table, start, slots, rows)[rows - 1 :: rows]
+            if self.draft_ids is None:
+                logits = logits[:, :common]
             if self.is_sampled:
                 params = state.params.select(self.slots)
                 probs = probabilities(logits, params)
@@ -201,15 +216,11 @@ class RoundProgram:
         return token if self.draft_ids is None else self.draft_ids[token.long()]
 
     def _over_target_vocabulary(self, probs: torch.Tensor) -> torch.Tensor:
-        vocab = self.target.config.vocab_size
-        if self.draft_ids is None and probs.shape[-1] == vocab:
-            return probs
-        full = torch.zeros(probs.shape[0], vocab, device=probs.device)
+        missing = self.target.config.vocab_size - probs.shape[-1]
         if self.draft_ids is not None:
+            full = torch.zeros(probs.shape[0], self.target.config.vocab_size, device=probs.device)
             return full.index_copy_(1, self.draft_ids, probs)
-        common = min(vocab, probs.shape[-1])
-        full[:, :common] = probs[:, :common]
-        return full
+        return F.pad(probs, (0, missing)) if missing else probs
 
 
 def position_limit(max_seq_len: int, max_draft_len: int) -> int:
@@ -257,6 +268,9 @@ class GpuEngine(Engine):
         self.drafter, self.draft_model, self.draft_ids = host_drafter, draft_model, draft_ids
         self.max_slots, self.max_seq_len = max_slots, max_seq_len
         self.max_draft_len = max_draft_len if draft_model is not None or host_drafter is not None else 0
+        if self.max_draft_len >= MAX_STEP_ROWS:
+            raise OptionError(f"max_draft_len is {self.max_draft_len}", f"at most {MAX_STEP_ROWS - 1} on the GPU path")
+        self._most_active = min(max_slots, MAX_STEP_ROWS // (self.max_draft_len + 1))
         self._free = list(range(max_slots))[::-1]
         self._blocks = -(-position_limit(max_seq_len, self.max_draft_len) // PAGE)
         self._pages = list(range(target.pages - 1))[::-1]
@@ -271,7 +285,7 @@ class GpuEngine(Engine):
 
     def program(self, batch: int, *, is_sampled: bool = False) -> RoundProgram:
         """The round for a batch bucket, made (and on a GPU captured) at its first use."""
-        bucket = next(b for b in BATCH_BUCKETS if b >= batch)
+        bucket = next((b for b in BATCH_BUCKETS if batch <= b <= self._most_active), self._most_active)
         key = (bucket, self.max_draft_len, is_sampled)
         if key not in self._programs:
             self._programs[key] = RoundProgram(
@@ -293,7 +307,7 @@ class GpuEngine(Engine):
         active: list[Request] = []
         try:
             while waiting or active:
-                while waiting and self._free and self._has_pages(waiting[0]):
+                while waiting and len(active) < self._most_active and self._free and self._has_pages(waiting[0]):
                     request = waiting.popleft()
                     request.slot = self._free.pop()
                     active.append(request)
@@ -362,7 +376,9 @@ class GpuEngine(Engine):
         if request.finish_reason:
             return
         if self.draft_model is not None:
-            self.draft_model.prefill(request.prompt_ids[:-1], state.table, slot)
+            size = self.draft_model.config.vocab_size
+            readable = [t if t < size else 0 for t in request.prompt_ids[:-1]]
+            self.draft_model.prefill(readable, state.table, slot)
         elif self.drafter is not None:
             self.drafter.reset(slot, request.prompt_ids)
 
@@ -371,13 +387,10 @@ class GpuEngine(Engine):
         so a round more than needed may run; what it computes for an ended request is dropped."""
         is_sampled = any(not r.params.is_greedy for r in active)
         if is_sampled and any(r.params.is_greedy for r in active):
-            for request in active:  # top_k = 1 is greedy decoding by sampling
+            for request in active:
                 if request.params.is_greedy:
-                    self.state.params.top_k[request.slot] = 1
+                    self.state.params.top_p[request.slot] = 0.0
         program = self.program(len(active), is_sampled=is_sampled)
-        scratch = self.state.length.shape[0] - 1
-        slots = [r.slot for r in active] + [scratch] * (program.batch - len(active))
-        program.slots.copy_(torch.tensor(slots, device=program.slots.device))
         if self.drafter is not None or is_one_round:
             self._launch(program, active)
             self._read(program, active, self._fetch(program))
@@ -400,16 +413,19 @@ class GpuEngine(Engine):
                 torch.cuda.current_stream().synchronize()
 
     def _launch(self, program: RoundProgram, active: Sequence[Request]) -> None:
+        program.choose([r.slot for r in active])
         if self.drafter is not None:
+            began = time.perf_counter()
             states = [
                 SlotState(r.slot, r.token_ids, min(self.max_draft_len, r.remaining - 1), r.params, r.seed)
                 for r in active
             ]
             drafts = [list(d.tokens) for d in self.drafter.propose(states)]
-            lengths = [len(d) for d in drafts] + [0] * (program.batch - len(active))
+            lengths = [program.k if self._simulated else len(d) for d in drafts] + [0] * (program.batch - len(active))
             rows = [d + [0] * (program.k - len(d)) for d in drafts] + [[0] * program.k] * (program.batch - len(active))
             program.drafts.copy_(torch.tensor(rows, dtype=torch.int32).view(program.batch, program.k))
             program.drafted_len.copy_(torch.tensor(lengths))
+            program.proposed_s = time.perf_counter() - began
         program.launch()
 
     @staticmethod
@@ -444,7 +460,7 @@ class GpuEngine(Engine):
                     drafted=tuple(drafts),
                     accepted=accepted,
                     emitted=emitted,
-                    draft_s=(drafted - began) * 1e-9,
+                    draft_s=(drafted - began) * 1e-9 + program.proposed_s,
                     verify_s=(ended - drafted) * 1e-9,
                     end_s=request.latency_s,
                 )
@@ -466,7 +482,7 @@ class GpuEngine(Engine):
         first over two rows."""
         if self.draft_model is None:
             return super().time_draft(max_draft_len, context, repeats)
-        ids = _arbitrary_ids(self.target.config.vocab_size, context + 2)
+        ids = _arbitrary_ids(self.draft_model.config.vocab_size, context + 2)
         return self._time_chain(self.draft_model, ids, [2] + [1] * (max_draft_len - 1), context, repeats)
 
     def _time_chain(
@@ -475,9 +491,10 @@ class GpuEngine(Engine):
         """Median seconds of steps with these numbers of rows one after another, each after `context` tokens."""
         device, most = model.device, max(chain)
         compile_steps([(model, sorted(set(chain)))])
-        slot, table = self._free[-1], self.state.table.clone()
-        pages = torch.arange(self._blocks, dtype=torch.int32, device=device) % max(1, model.pages - 1)
-        table[slot] = pages
+        slot, table = self._idle_slot(context + most), self.state.table.clone()
+        if len(self._pages) < self._blocks:
+            raise OptionError("the cache pages are held by open streams", "free ones", "finish or close a stream")
+        table[slot] = torch.tensor(self._pages[-self._blocks :], dtype=torch.int32, device=device)
         model.prefill(ids[:context], table, slot)
         tokens = torch.tensor(ids[context : context + most], device=device)
         lengths = torch.tensor([context], dtype=torch.int32, device=device)
@@ -509,10 +526,7 @@ class GpuEngine(Engine):
                 raise OptionError("repetition_penalty is not available on the GPU path", "None", "leave it out")
             if param.logprobs is not None:
                 raise OptionError("logprobs are not available on the GPU path", "None", "leave it out")
-        return super()._requests(prompts, params)
-
-    def generate(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Generation]:
-        generations = super().generate(prompts, params)
-        for generation in generations:
-            generation.is_simulated = self._simulated is not None
-        return generations
+        requests = super()._requests(prompts, params)
+        for request in requests:
+            request.is_simulated = self._simulated is not None
+        return requests
