@@ -54,8 +54,8 @@ def assemble(
         raise ModelError(f"the model has {added[0]}", "biases in q, k and v only on the GPU path", "use device='cpu'")
     if kv_dtype == FP8:
         if missing := [i for i in range(config.num_layers) if f"{i}.kv_scale" not in packed]:
-            layers = ", ".join(map(str, missing))
-            raise ModelError(f"layers {layers} have no scales for an FP8 cache", "calibrated ones", "build with fp8")
+            named = ", ".join(map(str, missing))
+            raise ModelError(f"layers {named} have no scales for an FP8 cache", "calibrated ones", "build with fp8")
     device = packed["embed"].device
     cos, sin = rotary_tables(config, max_positions, device)
     made = _tactic_objects(tactics)
