@@ -328,6 +328,12 @@ def test_training_lowers_the_loss_and_raises_acceptance(trained):
     assert trained.curve[-1]["acceptance_length"] > trained.curve[0]["acceptance_length"]
 
 
+def test_a_corpus_without_answers_is_refused(target, corpus):
+    silent = dataclasses.replace(corpus, kinds=corpus.kinds.clamp(max=USER))
+    with pytest.raises(OptionError, match="no answer yet.*more time"):
+        training.train_draft_model(target, silent, TrainingSettings(init_layers=(0,), steps=1))
+
+
 def test_embeddings_and_head_stay_the_targets(trained, target):
     tensors = target.tensors("cpu", torch.float32)
     assert torch.equal(trained.draft.embed, tensors["model.embed_tokens.weight"])

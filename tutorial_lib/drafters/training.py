@@ -202,6 +202,8 @@ def train_draft_model(
     say: Say = print,
 ) -> Trained:
     """Distil the target's choices into a draft model. `measure_every`: share of the schedule between measurements."""
+    if not (corpus.kinds == ANSWER).any():
+        raise OptionError("the corpus holds no answer yet", "answers to learn from", "give the corpus more time")
     torch.manual_seed(settings.seed)
     always = sorted(target.eos_token_ids())
     shortlist = choose_shortlist(corpus, target.config["vocab_size"], settings.shortlist_size, always)
@@ -568,17 +570,17 @@ def recipe(
 ) -> tuple[CorpusSettings, float, dict[str, Any]]:
     """What `seconds` on `device` are spent on: corpus settings, seconds for the corpus, options for training.
 
-    On a GPU it is how the shipped weights were made. On a CPU it is a demonstration: one kind of answer in short rows,
-    greedy, and two layers, so that a minute is enough to see acceptance rise.
+    On a GPU it is how the shipped weights were made. On a CPU it is a demonstration: complete requests, short greedy
+    answers, and two layers, the target's first (a few hundred steps gain most from layers that already fit together).
     """
-    init_layers = tuple(spread_layers(layers or (4 if device.startswith("cuda") else 2), total_layers))
     if device.startswith("cuda"):
-        return CorpusSettings(), 0.6 * seconds, {"init_layers": init_layers, "shortlist_size": shortlist or 8192}
+        init_layers = tuple(spread_layers(layers or 4, total_layers))
+        return CorpusSettings(), 0.7 * seconds, {"init_layers": init_layers, "shortlist_size": shortlist or 8192}
     settings = CorpusSettings(
         rows=48, length=160, greedy_share=1.0, complete_share=1.0, plain_share=0.0, follow_up_share=0.0
     )
-    options = {"shortlist_size": shortlist or 2048, "tokens_per_step": 512, "optimizer": "adamw", "learning_rate": 2e-3}
-    return settings, 0.5 * seconds, {"init_layers": init_layers, **options}
+    options = {"shortlist_size": shortlist or 2048, "tokens_per_step": 384, "optimizer": "adamw", "learning_rate": 2e-3}
+    return settings, 0.5 * seconds, {"init_layers": tuple(range(layers or 2)), **options}
 
 
 def main(
