@@ -22,6 +22,7 @@ RIGHT = {
     checks.test_expected_tokens: lambda a, k: sum(a**i for i in range(k + 1)),
     checks.test_break_even: lambda t_plain, t_round: t_round / t_plain,
     checks.test_step_ceiling: lambda weight_bytes, bytes_per_s: bytes_per_s / weight_bytes,
+    checks.test_ceiling_on_gpus: lambda weight_bytes, bytes_per_s, gpus: gpus * bytes_per_s / weight_bytes,
 }
 
 WRONG = [
@@ -43,6 +44,8 @@ WRONG = [
     (checks.test_expected_tokens, lambda a, k: (1 - a ** (k + 1)) / (1 - a), "0 / 0"),
     (checks.test_break_even, lambda t_plain, t_round: t_plain / t_round, "Upside down"),
     (checks.test_step_ceiling, lambda weight_bytes, bytes_per_s: weight_bytes / bytes_per_s, "inverse"),
+    (checks.test_ceiling_on_gpus, lambda weight_bytes, bytes_per_s, gpus: bytes_per_s / weight_bytes, "only its share"),
+    (checks.test_ceiling_on_gpus, lambda weight_bytes, rate, gpus: weight_bytes / gpus / rate, "inverse"),
 ]
 
 

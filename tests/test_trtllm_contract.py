@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 
 from tutorial_lib.backends.trtllm import calls, commands, contract, support
-from tutorial_lib.backends.trtllm.plan import check_step, experiments, format_plan, plan, plan_cli
+from tutorial_lib.backends.trtllm.plan import check_step, experiments, format_call, format_plan, plan, plan_cli
 from tutorial_lib.config import (
     DraftTargetDecodingConfig,
     EagleDecodingConfig,
@@ -247,10 +247,12 @@ def test_a_plan_is_complete(version, flow, method):
 
 def test_a_printed_call_is_python():
     made = plan("llama-3.3-70b", "1.2.1")
-    lines = format_plan(made).splitlines()
-    source = "\n".join(line.strip() for line in lines if line.startswith(("  from ", "  llm =", "  outputs =")))
-    compile(source, "plan", "exec")
-    assert "DraftTargetDecodingConfig(max_draft_len=10" in source and "from tensorrt_llm import LLM" in source
+    sources = [format_call(step["call"]) for step in made["steps"] if "call" in step]
+    assert len(sources) == 2
+    for source in sources:
+        compile(source, "plan", "exec")
+        assert all(f"  {line}" in format_plan(made).splitlines() for line in source.splitlines())
+    assert "DraftTargetDecodingConfig(max_draft_len=10" in sources[1] and "from tensorrt_llm import LLM" in sources[1]
 
 
 # ---- the checks themselves must be able to fail ---------------------------------------------------------------------

@@ -187,3 +187,22 @@ def test_step_ceiling(fn: Callable[[float, float], float]) -> bool:
             raise _wrong(call, f"{got:.4g}", f"{expected:.4g}", hint)
 
     return _check("step_ceiling", run, "bytes_per_s / weight_bytes; 70.55 GB at 4.8 TB/s allow 68 tokens per second")
+
+
+def test_ceiling_on_gpus(fn: Callable[[float, float, int], float]) -> bool:
+    """`fn(weight_bytes, bytes_per_s, gpus)`: that ceiling where `gpus` GPUs read a share of the weights each."""
+
+    def run() -> None:
+        for weight_bytes, bytes_per_s, gpus in ((410e9, 4.8e12, 4), (410e9, 4.8e12, 8), (70.55e9, 4.8e12, 1)):
+            got, expected = float(_call(fn, weight_bytes, bytes_per_s, gpus)), gpus * bytes_per_s / weight_bytes
+            if abs(got - expected) <= 1e-4 * expected:
+                continue
+            hint = "Each GPU reads weight_bytes / gpus in a step, all at the same time."
+            if abs(got - expected / gpus) <= 1e-4 * expected:
+                hint = "That is one GPU reading everything: with more of them, each reads only its share."
+            elif abs(got - 1 / expected) <= 1e-4 / expected:
+                hint = "That is the seconds per token; the ceiling is its inverse."
+            call = f"ceiling_on_gpus({weight_bytes:g}, {bytes_per_s:g}, {gpus})"
+            raise _wrong(call, f"{got:.4g}", f"{expected:.4g}", hint)
+
+    return _check("ceiling_on_gpus", run, "gpus * bytes_per_s / weight_bytes; 410 GB on four H200 allow 47 tokens/s")

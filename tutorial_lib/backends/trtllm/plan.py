@@ -202,19 +202,21 @@ def _wrapped(argv: list[str]) -> list[str]:
     ]
 
 
+_ONE_PER_LINE = ("\n    ", ",\n    ", ",\n")
+
+
 def format_call(call: Mapping[str, Any]) -> str:
     """A call as Python source that runs: imports, the object, the method called on it."""
     names: dict[str, str] = {}
 
-    def source(value: Any) -> str:
+    def source(value: Any, before: str = "", between: str = ", ", after: str = "") -> str:
         if not (isinstance(value, Mapping) and "class" in value):
             return repr(value)
         module, _, name = value["import"].rpartition(".")
         names[f"{module}.{name}"] = f"from {module} import {name}"
-        arguments = ", ".join(f"{key}={source(item)}" for key, item in value["kwargs"].items())
-        return f"{name}({arguments})"
+        return f"{name}({before}{between.join(f'{k}={source(v)}' for k, v in value['kwargs'].items())}{after})"
 
-    body = [f"llm = {source(call)}"]
+    body = [f"llm = {source(call, *_ONE_PER_LINE)}"]
     if "then" in call:
         then = call["then"]
         arguments = ", ".join(
