@@ -369,7 +369,7 @@ def test_the_embedded_pair_beside_transformers(pair):
     assert set(status_of(document).values()) == {"done"}, document["parts"]
     assert SUMMARY_KEYS <= summary.keys() and summary["is_simulated"] is False
     assert summary["identical_text"] is True and summary["plain_vs_transformers"] > 0
-    assert summary["transformers_draft_target_tok_s"] > 0 and summary["method"].startswith("draft_target K=")
+    assert summary["speculative_vs_transformers_assisted"] > 0 and summary["method"].startswith("draft_target K=")
     methods = {(r["method"], r["backend"], r["dtype"], r["max_draft_len"]) for r in document["runs"]}
     assert {method for method, *_ in methods} == {"plain", "draft_target", "ngram"}
     assert not any(r["is_simulated"] for r in document["runs"])

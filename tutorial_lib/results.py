@@ -167,13 +167,18 @@ def _output_of(*command: str) -> str | None:
 
 
 def write_record(path: str | Path, record: Mapping[str, Any], *, append: bool = True) -> None:
-    """Add one JSON line to `path` (made with its folder if missing), or replace the file by it with `append=False`.
+    """Add one JSON line to `path`, or replace the file by it with `append=False`; see `write_records`."""
+    write_records(path, [record], append=append)
+
+
+def write_records(path: str | Path, records: Sequence[Mapping[str, Any]], *, append: bool = True) -> None:
+    """Add a JSON line for each record to `path` (made with its folder if missing), or replace the file by them.
 
     Atomic: a reader, or a run cut off half-way, sees the old file or the new one. Writers wait for each other. A
     record with a NaN or an infinity is refused (`ValueError`): null says "does not apply".
     """
     path = Path(path)
-    line = json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
+    lines = "".join(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records)
     path.parent.mkdir(parents=True, exist_ok=True)
     with _one_writer(path.parent):
         before = path.read_text(encoding="utf-8") if append and path.exists() else ""
@@ -182,7 +187,7 @@ def write_record(path: str | Path, record: Mapping[str, Any], *, append: bool = 
         handle, staging = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(before + line)
+                file.write(before + lines)
                 file.flush()
                 os.fsync(file.fileno())
             os.chmod(staging, 0o644)

@@ -91,9 +91,7 @@ def run_experiment(
     from .gpu_forced import run_forced
 
     run = Run(experiment, tools, say, json_file, budget_s, profile, command)
-    try:
-        with TemporaryDirectory() as folder:
-            (run_forced if experiment.is_simulated else run_embedded)(run, Path(folder))
-    finally:
-        run.finish()
+    with TemporaryDirectory() as folder:
+        (run_forced if experiment.is_simulated else run_embedded)(run, Path(folder))
+    run.write()
     return run.document()

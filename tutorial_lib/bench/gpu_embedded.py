@@ -1,7 +1,8 @@
 """The embedded pair on a GPU: real acceptance, beside `transformers`, and what FP8 costs and gains.
 
-One interleaved session as in `measure.bench`, with the drafter at several K: the fastest one stands for it. Afterwards
-the same in FP8, and both number formats against `transformers` in float32.
+One interleaved session of our own methods as in `measure.bench`, with the drafter at several K: the fastest one stands
+for it. Then that one and plain decoding in turns with `transformers`, over fewer prompts, since it takes some 40 ms a
+token. Afterwards the same in FP8, and both number formats against `transformers` in float32.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from . import gpu_parts, quality
 from .gpu_run import Record, Run, free_gpu_memory
 from .measure import Calibration, Session, compare
 from .prompts import load_prompts, select
-from .summary import PLAIN, TRANSFORMERS, describe, first_differences, summarize
+from .summary import PLAIN, RIVAL_KEYS, TRANSFORMERS, describe, first_differences, summarize
 
 PROMPTS_PER_CATEGORY = 2
-RIVAL_STRIDE = 4  # `transformers` answers every fourth category: it is by far the slowest
+RIVAL_STRIDE, RIVAL_REPEATS = 4, 2  # `transformers` answers one prompt of every fourth category
 REFERENCE_TEXTS = 12
 ROUNDS = 8  # of a breakdown
 
@@ -37,14 +38,16 @@ def run_embedded(run: Run, folder: Path) -> None:
     target, drafter = engines["target", dtype], engines["drafter", dtype]
     llms: dict[str, Any] = {}
     try:
-        _load_all(run, llms, target, drafter)
+        _load_own(run, llms, target, drafter)
         plain, pair = llms.get(PLAIN), llms.get(f"draft_target K={run.experiment.max_draft_len}")
         run.part("step times", 3, lambda: gpu_parts.time_steps(run, plain, cards["target"]), plain)
-        run.part("draft steps", 3, lambda: gpu_parts.time_drafts(run, pair, cards["drafter"]), pair)
-        session = run.part("runs beside transformers", 120, lambda: _session(run, llms), plain)
+        run.part("draft steps", 2, lambda: gpu_parts.time_drafts(run, pair, cards["drafter"]), pair)
+        session = run.part("runs", 50, lambda: _session(run, llms), plain)
         ids = list(session.requests[0].prompt_ids) if session else None
         for what, llm in (("plain", plain), ("draft_target", pair)):
             _closer_look(run, what, llm, ids)
+        _load_rivals(run, llms)
+        run.part("runs beside transformers", 70, lambda: _rival_session(run, llms), session, llms.get(TRANSFORMERS))
     finally:
         for llm in llms.values():
             llm.close()
@@ -63,26 +66,27 @@ def _closer_look(run: Run, what: str, llm: Any, ids: list[int] | None) -> None:
 # ---- the session ----------------------------------------------------------------------------------------------------
 
 
-def _load_all(run: Run, llms: dict[str, Any], target: Path | None, drafter: Path | None) -> None:
+def _load_own(run: Run, llms: dict[str, Any], target: Path | None, drafter: Path | None) -> None:
     """Every method into `llms`, each a part of its own: one that cannot be loaded is missing from the comparison."""
-    e = run.experiment
-    own: dict[str, DecodingBaseConfig | None] = {PLAIN: None}
-    for k in e.all_draft_lens:
-        own[f"draft_target K={k}"] = DraftTargetDecodingConfig(max_draft_len=k, speculative_model_dir=str(drafter))
-        own[f"ngram K={k}"] = NGramDecodingConfig(max_draft_len=k)
-    rivals: dict[str, DecodingBaseConfig | None] = {
-        TRANSFORMERS: None,
-        f"{TRANSFORMERS} draft_target": DraftTargetDecodingConfig(
-            max_draft_len=e.max_draft_len, speculative_model_dir=e.drafter
-        ),
-        f"{TRANSFORMERS} ngram": NGramDecodingConfig(max_draft_len=e.max_draft_len),
-    }
-    for name, config in own.items():
-        key = "load_s" if name == PLAIN else ""
+    configs: dict[str, DecodingBaseConfig | None] = {PLAIN: None}
+    for k in run.experiment.all_draft_lens:
+        configs[f"draft_target K={k}"] = DraftTargetDecodingConfig(max_draft_len=k, speculative_model_dir=str(drafter))
+        configs[f"ngram K={k}"] = NGramDecodingConfig(max_draft_len=k)
+    for name, config in configs.items():
         needs = [target, drafter] if name.startswith("draft_target") else [target]
-        _load(run, llms, name, config, needs, key, str(target))
-    for name, config in rivals.items():
-        _load(run, llms, name, config, [], "", e.target, backend="transformers", dtype=e.dtype)
+        _load(run, llms, name, config, needs, "load_s" if name == PLAIN else "", str(target))
+
+
+def _load_rivals(run: Run, llms: dict[str, Any]) -> None:
+    """`transformers`, plain and assisted by the same drafter, or by look-up where that drafter cannot be had."""
+    e = run.experiment
+    pair = DraftTargetDecodingConfig(max_draft_len=e.max_draft_len, speculative_model_dir=e.drafter)
+    ngram = NGramDecodingConfig(max_draft_len=e.max_draft_len)
+    options = {"backend": "transformers", "dtype": e.dtype}
+    _load(run, llms, TRANSFORMERS, None, [], "", e.target, **options)
+    _load(run, llms, f"{TRANSFORMERS} draft_target", pair, [], "", e.target, **options)
+    if f"{TRANSFORMERS} draft_target" not in llms:
+        _load(run, llms, f"{TRANSFORMERS} ngram", ngram, [], "", e.target, **options)
 
 
 def _load(
@@ -108,22 +112,43 @@ def _short_ids(llm: Any) -> list[int]:
 
 
 def _session(run: Run, llms: Mapping[str, Any]) -> Session:
-    """All methods over the same prompts in turns; records, and the summary that a bench has."""
-    e = run.experiment
-    prompts = select(load_prompts(), PROMPTS_PER_CATEGORY)
-    categories = list(dict.fromkeys(p.category for p in prompts))
-    params = SamplingParams(max_tokens=e.output_tokens)
-    rivals = {name: categories[::RIVAL_STRIDE] for name in llms if name.startswith(TRANSFORMERS)}
-    speculative = [name for name in llms if name not in rivals and name != PLAIN]
+    """Our own methods over the same prompts in turns; records, and the summary that a bench has."""
+    e, params = run.experiment, SamplingParams(max_tokens=run.experiment.output_tokens)
+    speculative = [name for name in llms if name != PLAIN]
     calibration = Calibration(llms[PLAIN], {name: llms[name] for name in speculative}, params)
     session = compare(
-        llms, prompts, params, methods={name: _method_of(name) for name in llms}, only_categories=rivals,
+        llms, select(load_prompts(), PROMPTS_PER_CATEGORY), params, methods={name: _method_of(name) for name in llms},
         experiment=e.name, profile=run.profile, command=run.command, after_repeat=calibration.run, say=run.say,
     )  # fmt: skip
     for record in session.records.values():
         run.add_run(record)
     if speculative:
         _summarize(run, session, speculative, calibration)
+    return session
+
+
+def _rival_session(run: Run, llms: Mapping[str, Any]) -> Session:
+    """`transformers` in turns with our plain decoding and our best method, over a few prompts."""
+    e, best = run.experiment, run.summary["method"]
+    chosen = {name: llm for name, llm in llms.items() if name in (PLAIN, best) or name.startswith(TRANSFORMERS)}
+    prompts = select(load_prompts(), 1)[::RIVAL_STRIDE]
+    session = compare(
+        chosen, prompts, SamplingParams(max_tokens=e.output_tokens), repeats=RIVAL_REPEATS,
+        methods={name: _method_of(name) for name in chosen}, experiment=f"{e.name}, beside transformers",
+        profile=run.profile, command=run.command, say=run.say,
+    )  # fmt: skip
+    for record in session.records.values():
+        run.add_run(record)
+    unknown = {"speedup": None, "round_ms": None, "by_category": dict.fromkeys(session.records[PLAIN]["by_category"])}
+    found = summarize(session.records, session.generations, [best], {best: unknown})
+    run.summary |= {key: found[key] for key in RIVAL_KEYS}
+    run.summary["notes"] += [note for note in found["notes"] if note not in run.summary["notes"]]
+    tok_s = {name: record["figures"]["output_tok_s"] for name, record in session.records.items()}
+    run.summary["beside_transformers_tok_s"] = tok_s
+    assisted = next((name for name in tok_s if name.startswith(f"{TRANSFORMERS} ")), None)
+    if assisted is not None:
+        run.summary["speculative_vs_transformers_assisted"] = tok_s[best] / tok_s[assisted]
+    run.say("output tokens/s over the same prompts: " + ", ".join(f"{name} {x:.1f}" for name, x in tok_s.items()))
     return session
 
 
@@ -154,10 +179,6 @@ def _summarize(run: Run, session: Session, speculative: list[str], calibration: 
         "speculative_decode_tok_s": figures["decode_tok_s"],
         "calibration": calibration.medians(),
     }
-    for name in (f"{TRANSFORMERS} draft_target", f"{TRANSFORMERS} ngram"):
-        if name in records:
-            run.summary[f"{name.replace(' ', '_')}_tok_s"] = records[name]["figures"]["output_tok_s"]
-            run.say(f"{name}: {records[name]['figures']['output_tok_s']:.1f} output tokens/s (its own prompts)")
 
 
 # ---- fp8 ------------------------------------------------------------------------------------------------------------
@@ -227,7 +248,7 @@ def _parted(session: Session) -> list[Record]:
     return [
         {"method": name, **difference}
         for name, repeats in session.generations.items()
-        if name != PLAIN and not name.startswith(TRANSFORMERS)
+        if name != PLAIN
         for difference in first_differences(session.generations[PLAIN][:1], repeats[:1])
     ]
 

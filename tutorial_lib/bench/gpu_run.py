@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..results import provenance, write_record
+from ..results import provenance, write_records
 
 if TYPE_CHECKING:
     from .gpu import Experiment
@@ -25,10 +25,9 @@ Say = Callable[[str], None]
 Record = dict[str, Any]
 
 DEFINITIONS = {
-    "step_ms": "One target pass by rows (head and argmax included): median replay of its own CUDA graph, in ms.",
+    "step_ms": "One target pass by rows (head and argmax included), out of a CUDA graph of several: median, in ms.",
     "step_ratio": "step_ms by rows / step_ms of one row.",
-    "draft_ms": "Drafting K tokens by K: a first step over two rows and K - 1 over one, each the median replay of its "
-    "own CUDA graph, in ms.",
+    "draft_ms": "Drafting K tokens by K: a first step over two rows and K - 1 over one, in one CUDA graph: median, in ms.",
     "draft_step_ms": "draft_ms / K at the experiment's K.",
     "round_ms": "Median wall time between the ends of successive rounds, drafting, verification and all, in ms.",
     "overhead_ms": "round_ms - (draft_ms of K + step_ms of K + 1 rows).",
@@ -105,7 +104,7 @@ class Run:
     parts: list[Record] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._began, self._written = self.tools.clock(), 0
+        self._began = self.tools.clock()
         self.provenance = provenance(self.command, None)
         self.nvml = self.tools.nvml()
         self.summary |= {"experiment": self.experiment.name, "is_simulated": self.experiment.is_simulated, "notes": []}
@@ -152,34 +151,29 @@ class Run:
         self.records.append(finite({**record, **fields, "provenance": self.provenance}))
 
     def document(self) -> Record:
-        others = [r for r in self.records if r["kind"] not in ("run", "summary")]
         return finite(
             {
                 "experiment": self.experiment.name,
                 "profile": self.profile,
                 "runs": [r for r in self.records if r["kind"] == "run"],
-                "records": others,
+                "records": [r for r in self.records if r["kind"] != "run"],
                 "parts": self.parts,
                 "definitions": DEFINITIONS,
-                "summary": self.summary,
+                "summary": self.summary | {"seconds": round(self.elapsed_s, 1)},
             }
         )
 
     def write(self) -> None:
+        """The whole of it, in place of what was written after the part before."""
         if self.json_file is None or self.json_file == "-":
             return
+        document = self.document()
         if not self.json_file.endswith(".jsonl"):
-            write_record(self.json_file, self.document(), append=False)
+            write_records(self.json_file, [document], append=False)
             return
-        for record in self.records[self._written :]:
-            write_record(self.json_file, record, append=self._written > 0)
-            self._written += 1
-
-    def finish(self) -> None:
-        """The last record: the summary, what its figures mean, what became of every part."""
-        self.summary["seconds"] = round(self.elapsed_s, 1)
-        self.add("summary", summary=self.summary, parts=self.parts, definitions=DEFINITIONS)
-        self.write()
+        known = ("experiment", "profile", "parts", "definitions", "summary")
+        last = {"kind": "summary", **{key: document[key] for key in known}, "provenance": self.provenance}
+        write_records(self.json_file, [*self.records, finite(last)], append=False)
 
 
 def finite(value: Any) -> Any:
