@@ -27,7 +27,7 @@ Record = dict[str, Any]
 DEFINITIONS = {
     "step_ms": "One target pass by rows (head and argmax included), out of a CUDA graph of several: median, in ms.",
     "step_ratio": "step_ms by rows / step_ms of one row.",
-    "draft_ms": "Drafting K tokens by K: a first step over two rows and K - 1 over one, in one CUDA graph: median, in ms.",
+    "draft_ms": "Drafting K tokens by K: one step over two rows, K - 1 over one, in one CUDA graph: median, in ms.",
     "draft_step_ms": "draft_ms / K at the experiment's K.",
     "round_ms": "Median wall time between the ends of successive rounds, drafting, verification and all, in ms.",
     "overhead_ms": "round_ms - (draft_ms of K + step_ms of K + 1 rows).",
