@@ -1,4 +1,4 @@
-"""Compiling ahead, for a GPU that is only described: what is found, where it lands, that a launch then compiles none."""
+"""Compiling ahead for a GPU that is only described: what is found, where it lands, that a launch then compiles none."""
 
 from __future__ import annotations
 
