@@ -24,10 +24,21 @@ PROMPTS = ([7], [3, 9], list(range(40, 90)))  # 1, 2 and 50 tokens
 # ---- models ---------------------------------------------------------------------------------------------------------
 
 
-def tiny_model(name: str, **limits: int) -> Model:
-    """The `dummy:` model `name` in float32, without building an engine directory."""
+def tiny_tensors(name: str) -> dict[str, torch.Tensor]:
+    """Weights of the `dummy:` model `name` in float32, with attention made stronger.
+
+    In a dummy as it is, the next token mostly hangs on the last one alone: five wrong tokens in the middle of the text
+    change it in a quarter of all cases. With these weights they do in nine of ten, so a wrong cache row shows.
+    """
     config, seed = dummy_config(name)
-    return model_of(random_tensors(config, seed, "cpu", torch.float32), config, **limits)
+    factors = {"o_proj": 8.0, "q_proj": 2.0, "k_proj": 2.0}
+    tensors = random_tensors(config, seed, "cpu", torch.float32).items()
+    return {n: t * next((f for part, f in factors.items() if part in n), 1.0) for n, t in tensors}
+
+
+def tiny_model(name: str, **limits: int) -> Model:
+    """The `dummy:` model `name` with the weights of `tiny_tensors`, without building an engine directory."""
+    return model_of(tiny_tensors(name), dummy_config(name)[0], **limits)
 
 
 def model_of(

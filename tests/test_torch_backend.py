@@ -7,7 +7,7 @@ import logging
 
 import pytest
 import torch
-from stand_ins import greedy, tiny_model
+from stand_ins import greedy, model_of
 
 from tutorial_lib.api import LLM, build
 from tutorial_lib.config import DraftTargetDecodingConfig, SamplingParams
@@ -24,6 +24,12 @@ IDS = torch.randint(0, 320, (40,), generator=torch.Generator().manual_seed(0)).t
 
 
 def silent(line: str) -> None: ...
+
+
+def as_built(name):
+    """The weights of a dummy without an engine directory."""
+    checkpoint = resolve(name, say=silent)
+    return model_of(checkpoint.tensors(), checkpoint.config)
 
 
 def opened(name, path, **options):
@@ -56,7 +62,7 @@ def write_folder(folder, name, *, shortlist=None, **changes):
 def test_float32_is_the_checkpoint_exactly(name, tmp_path):
     model, head_ids = load_model(opened(name, tmp_path / "e"))
     assert head_ids is None and (model.max_slots, model.max_seq_len, model.dtype) == (2, 64, torch.float32)
-    torch.testing.assert_close(logits_of(model), logits_of(tiny_model(name)), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits_of(model), logits_of(as_built(name)), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("dtype", "least"), [("bfloat16", 0.999), ("int8", 0.995)])
@@ -64,7 +70,7 @@ def test_float32_is_the_checkpoint_exactly(name, tmp_path):
 def test_smaller_forms_are_near(name, dtype, least, tmp_path):
     info = opened(name, tmp_path / "e", dtype=dtype)
     assert info.dtype == dtype
-    exact, near = logits_of(tiny_model(name)), logits_of(load_model(info)[0])
+    exact, near = logits_of(as_built(name)), logits_of(load_model(info)[0])
     assert torch.nn.functional.cosine_similarity(exact, near, dim=-1).min() > least
     assert not torch.equal(exact, near)
 
@@ -125,7 +131,7 @@ def test_a_build_in_the_cache_is_reused_and_an_own_directory_is_not_overwritten(
 
 def test_a_folder_builds_like_any_checkpoint_and_is_built_anew_when_a_file_of_it_changes(cache, tmp_path):
     folder = write_folder(tmp_path / "model", NAME)
-    text = greedy(tiny_model(NAME), [3, 9], 20)[2:]
+    text = greedy(as_built(NAME), [3, 9], 20)[2:]
     assert text[4] not in text[:4]
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [319, text[4]]}))
     with LLM(folder, max_seq_len=64) as llm:
@@ -154,7 +160,7 @@ def test_a_shortlist_drafter_from_checkpoint_to_text(cache, tmp_path):
     drafter = write_folder(tmp_path / "short", NAME, shortlist=shortlist)
     with pair(NAME, drafter) as llm:
         done = llm.generate([3, 9], SamplingParams(max_tokens=60))
-    assert done.token_ids == greedy(tiny_model(NAME), [3, 9], 60)[2:]
+    assert done.token_ids == greedy(as_built(NAME), [3, 9], 60)[2:]
     drafted = [t for r in done.rounds for t in r.drafted]
     assert drafted and all(t % 2 == 0 for t in drafted)
     accepted = sum(r.accepted for r in done.rounds)
@@ -172,7 +178,7 @@ def _texts(generation):
 def test_a_drafter_with_a_shorter_context(cache, caplog):
     with caplog.at_level(logging.WARNING), pair(NAME, f"{NAME}&context=32") as llm:
         done = llm.generate([3, 9], SamplingParams(max_tokens=100))
-    assert done.token_ids == greedy(tiny_model(NAME), [3, 9], 100)[2:]
+    assert done.token_ids == greedy(as_built(NAME), [3, 9], 100)[2:]
     drafted = [len(r.drafted) for r in done.rounds]
     assert sum(drafted) > 20 and set(drafted[-60:]) == {0}
     assert sum("32 tokens" in r.getMessage() for r in caplog.records) == 1

@@ -7,14 +7,14 @@ import math
 
 import pytest
 import torch
-from stand_ins import PROMPTS, greedy, model_of, run, tiny_model
+from stand_ins import PROMPTS, greedy, model_of, run, tiny_model, tiny_tensors
 
 from tutorial_lib.config import SamplingParams
 from tutorial_lib.drafters.base import SlotState
 from tutorial_lib.drafters.draft_model import PREFILL_CHUNK, DraftModelDrafter
 from tutorial_lib.engine.model import Segment
 from tutorial_lib.engine.sampling import Purpose, draw, probabilities, uniform
-from tutorial_lib.shapes import dummy_config, random_tensors
+from tutorial_lib.shapes import dummy_config
 
 NAME = "dummy:tiny-llama?seed=5"  # what the fixture `target` is
 
@@ -188,8 +188,7 @@ SHORTLIST = torch.tensor(sorted({*range(0, 320, 7), 5, 13, 311}))
 @pytest.fixture(scope="module")
 def short():
     """The target's own weights with an output head of 49 of its 320 ids."""
-    config, seed = dummy_config(NAME)
-    return model_of(random_tensors(config, seed, "cpu", None), config, head_ids=SHORTLIST)
+    return model_of(tiny_tensors(NAME), dummy_config(NAME)[0], head_ids=SHORTLIST)
 
 
 def test_a_shortlist_drafts_the_best_of_its_ids(target, short):

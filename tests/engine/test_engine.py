@@ -217,19 +217,21 @@ def test_an_end_token_at_every_place_of_a_block(kind, k, target, texts, pieces):
             check_rounds(done, k)
 
 
-@pytest.mark.parametrize("other_id", [0, 319])
-def test_ends_at_any_of_several_eos_ids_and_ignores_them_when_asked(other_id, target, texts, pieces):
+@pytest.mark.parametrize("which", [0, -1], ids=["a smaller id", "a larger id"])
+def test_ends_at_any_of_several_eos_ids_and_ignores_them_when_asked(which, target, texts, pieces):
     text = texts[1][2:]
-    assert other_id not in text and text[3] not in text[:3] and text[6] not in text[:6]
+    other_id = [i for i in range(320) if i not in text][which]
+    later = next(j for j in range(4, 20) if text[j] not in text[:j])
+    assert text[3] not in text[:3] and (other_id < text[3]) == (which == 0)
     ids = [text[3], other_id]
     for options in ({}, {"drafter": oracle(texts), "k": 4}):
         (done,) = run(target, pieces, [PROMPTS[1]], eos=ids, max_tokens=20, **options)
         assert done.token_ids == text[:4] and done.finish_reason == "stop"
         (done,) = run(target, pieces, [PROMPTS[1]], eos=ids, max_tokens=20, ignore_eos=True, **options)
         assert done.token_ids == text[:20] and done.finish_reason == "length"
-        params = SamplingParams(max_tokens=20, ignore_eos=True, stop_token_ids=[other_id, text[6]])
+        params = SamplingParams(max_tokens=20, ignore_eos=True, stop_token_ids=[other_id, text[later]])
         (done,) = run(target, pieces, [PROMPTS[1]], params, eos=ids, **options)
-        assert done.token_ids == text[:7] and done.stop_reason == text[6]
+        assert done.token_ids == text[: later + 1] and done.stop_reason == text[later]
 
 
 def test_a_drafted_end_token_that_is_rejected_ends_nothing(target, texts, pieces):
