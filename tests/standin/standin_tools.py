@@ -85,6 +85,8 @@ def main(name: str, words: list[str]) -> None:
         if not shown:
             sys.exit(9)
         print(shown.replace(";", "\n"))
+    elif name == "git" and "clone" not in words:
+        sys.exit("stand-in: git can only clone")  # a record's provenance asks git too: it gets no revision here
     elif name == "git":
         target = Path(words[-1])
         target.mkdir(parents=True)
