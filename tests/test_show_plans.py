@@ -1,4 +1,4 @@
-"""Plans as a notebook shows them: each flag has its row and its reason, commands can be pasted, stages face each other."""
+"""Plans as a notebook shows them: each flag has its row and its reason, commands can be pasted, stages face others."""
 
 from __future__ import annotations
 

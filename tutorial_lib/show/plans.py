@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ..backends.trtllm.calls import reasons as reasons_of
 from ..backends.trtllm.plan import format_call
 
 STAGES = {"fetch": "fetch", "quantize": "quantize", "build": "build engines", "run": "run"}
@@ -59,6 +60,17 @@ def flag_rows(plan: Plan, kinds: Sequence[str]) -> list[dict[str, str]]:
                 rows.append({"step": "", "command or call": text, "why": why})
         told.update(found)
     return rows
+
+
+def call_rows(named: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Calls side by side: a row per argument, a column per call, a dash where it is left out."""
+    found = {name: dict(_keywords(call["kwargs"])) for name, call in named.items()}
+    keys = dict.fromkeys(key for values in found.values() for key in values)
+    reasons = {key: why for call in named.values() for key, why in reasons_of(call).items()}
+    return [
+        {"argument": key, **{name: values.get(key, "–") for name, values in found.items()}, "why": reasons[key]}
+        for key in keys
+    ]
 
 
 def tool_of(step: Step) -> str:
