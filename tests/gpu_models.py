@@ -50,7 +50,7 @@ def gpu_model(
         texts = texts if texts[0] else [random_ids(64, config.vocab_size, seed) for seed in range(4)]
         plain = assemble(config, packed, {}, pages=1, max_positions=512, ops=PLAIN)
         scales = calibrate(plain, texts)
-        if weights == "bf16":
+        if cache == "fp8":
             packed |= {f"{i}.kv_scale": torch.tensor([s["k"], s["v"]], device=device) for i, s in enumerate(scales)}
     if weights != "bf16":
         packed = quantized(packed, config, scales if "calibrated" in weights else None, is_head=False)

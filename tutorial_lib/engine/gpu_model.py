@@ -37,8 +37,11 @@ class Ops:
     pdl: bool
 
     @classmethod
-    def make(cls, *, off: Iterable[str] = (), pdl: bool = True) -> Ops:
-        """off: names from `KERNELS` to run as plain torch instead ("all" for every one). Raises `OptionError`."""
+    def make(cls, *, off: Iterable[str] = (), pdl: bool | None = None) -> Ops:
+        """off: names from `KERNELS` to run as plain torch instead ("all" for every one). pdl: programmatic dependent
+        launch, None for what the GPU has (from compute capability 9.0 on). Raises `OptionError`."""
+        if pdl is None:
+            pdl = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
         off = set(KERNELS) if "all" in off else set(off)
         if unknown := off - set(KERNELS):
             raise OptionError(f"there is no kernel {sorted(unknown)[0]!r}", f"one of {', '.join(KERNELS)}, or all")
