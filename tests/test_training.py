@@ -82,6 +82,7 @@ def alone(model, prompt, count, stops):
     "match, k, rounds",
     [
         ([1, 0, 1, 1], 4, [(4, 1, 2), (2, 2, 2)]),  # what matches after the first mismatch does not count
+        ([1, 1, 0, 1, 1, 1], 4, [(4, 2, 3), (3, 3, 3)]),
         ([0, 0, 0], 4, [(3, 0, 1), (2, 0, 1), (1, 0, 1)]),
         ([1] * 10, 4, [(4, 4, 5), (4, 4, 5)]),
         ([1] * 11, 4, [(4, 4, 5), (4, 4, 5), (1, 1, 1)]),  # the last round emits what is left
