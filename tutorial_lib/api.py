@@ -47,7 +47,11 @@ def build(
     engine flow). Without `output_dir` it goes to the cache and is reused next time. Raises `ModelError`,
     `OptionError`, `EngineDirError`.
     """
-    limits = {"max_batch_size": max_batch_size, "max_seq_len": max_seq_len, "max_draft_len": max_draft_len}
+    limits: dict[str, Any] = {
+        "max_batch_size": max_batch_size,
+        "max_seq_len": max_seq_len,
+        "max_draft_len": max_draft_len,
+    }
     if backend == "tensorrt_llm":
         if device not in ("auto", "cuda"):
             raise OptionError(f"device is {device!r}", "'cuda' for TensorRT-LLM", "leave it out")

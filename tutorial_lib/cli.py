@@ -184,7 +184,7 @@ def generate(
     from .api import LLM
     from .bench import metrics
 
-    options = {"backend": backend, "speculative_config": speculative, "dtype": dtype, "device": device}
+    options: dict[str, Any] = {"backend": backend, "speculative_config": speculative, "dtype": dtype, "device": device}
     with LLM(target, **options, say=_say) as llm:
         inputs = prompt if raw else _with_chat_template(prompt, llm.tokenizer)
         out = sys.stderr if json_file == "-" else sys.stdout

@@ -160,7 +160,7 @@ class TorchBackend:
         return open_engine(info.path, backend="torch", arch=self._arch)
 
     def _drafter_dtype(self, checkpoint: Checkpoint) -> str:
-        """On a CPU int8 for a drafter that was shipped so, else the target's form; an int8 target says nothing of it."""
+        """On a CPU int8 for a drafter shipped so, else the target's form; an int8 target says nothing of it."""
         if self.device == "cpu" and checkpoint.config.get("shipped_as") == "int8":
             return "int8"
         return "auto" if self._build["dtype"] == "int8" else self._build["dtype"]

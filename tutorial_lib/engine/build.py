@@ -244,7 +244,7 @@ def load_model(info: EngineInfo) -> tuple[Model, torch.Tensor | None]:
 
 
 def _linear(name: str, packed: Mapping[str, torch.Tensor], info: EngineInfo) -> Callable[[torch.Tensor], torch.Tensor]:
-    weight, bias = packed.get(name, packed["embed"]), packed.get(f"{name}.bias")
+    weight, bias = packed["embed" if name == "head" and "head" not in packed else name], packed.get(f"{name}.bias")
     if info.dtype == "int8":
         return make_int8_linear(weight, packed[f"{name}.scale"], bias)
     return make_linear(weight, bias, info.tactics[name.split(".")[-1]]["kernel_by_rows"])

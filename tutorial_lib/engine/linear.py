@@ -45,10 +45,13 @@ def _onednn(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
 
 
 def _int8(quantized: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-    scale = scale.to(torch.bfloat16)
-    if bias is None:
-        return lambda x: torch._weight_int8pack_mm(x.to(torch.bfloat16), quantized, scale).to(x.dtype)
-    return lambda x: torch._weight_int8pack_mm(x.to(torch.bfloat16), quantized, scale).to(x.dtype) + bias
+    ones = torch.ones_like(scale, dtype=torch.bfloat16)  # the kernel's own scale is bf16: scale afterwards, exactly
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        y = torch._weight_int8pack_mm(x.to(torch.bfloat16), quantized, ones).float().mul_(scale)
+        return (y if bias is None else y + bias).to(x.dtype)
+
+    return product
 
 
 KERNELS: Mapping[str, Callable[..., Linear]] = {"plain": _plain, "onednn": _onednn}

@@ -149,22 +149,27 @@ def pack(
     packed = {"embed": embed, "norm": get("model.norm.weight")}
     head = embed if config.tie_word_embeddings else get("lm_head.weight")
     if head_ids is not None:
+        if int(head_ids.min()) < 0 or int(head_ids.max()) >= head.shape[0]:
+            raise ModelError(
+                f"draft_vocab reaches from {int(head_ids.min())} to {int(head_ids.max())}",
+                f"ids from 0 to {head.shape[0] - 1}, the rows of the output head",
+            )
         packed["head"] = head[head_ids].contiguous()
     elif not config.tie_word_embeddings:
         packed["head"] = head
     pair = _interleave if is_interleaved else _keep
     for i in range(config.num_layers):
-        prefix = f"model.layers.{i}."
-        packed |= {
-            f"{i}.{name}": t for name, t in _pack_layer(lambda n, p=prefix: get(p + n), tensors, prefix, config, pair)
-        }
+        packed |= {f"{i}.{name}": t for name, t in _pack_layer(get, tensors, f"model.layers.{i}.", config, pair)}
     return packed
 
 
 def _pack_layer(
-    get: Callable[[str], torch.Tensor], tensors: Mapping, prefix: str, config: ModelConfig, pair: Callable
+    find: Callable[[str], torch.Tensor], tensors: Mapping, prefix: str, config: ModelConfig, pair: Callable
 ) -> list:
     heads, kv_heads = config.num_heads, config.num_kv_heads
+
+    def get(name: str) -> torch.Tensor:
+        return find(prefix + name)
 
     def fused_qkv(suffix: str) -> torch.Tensor:
         return torch.cat(
