@@ -24,10 +24,10 @@ NEED_PYTHON = import sys; v = sys.version_info; v >= (3, 10) or sys.exit("error:
 3.10 or newer; do this: make PYTHON=python3.12 (or whichever newer one you have)" % v[:2])
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test lint lab format readme clean
+.PHONY: help install run test gpu-test lint lab format readme clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*## */\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do \
+	@sed -n 's/^\([a-z-]*\):.*## */\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do \
 	  printf '  make %-8s %s\n' "$$name" "$$text"; done
 
 install: $(INSTALLED)  ## create .venv and install the workbook into it
@@ -56,6 +56,9 @@ run: $(INSTALLED)  ## execute every notebook and write $(OUT)/report.html
 
 test: $(INSTALLED)  ## run the tests (each with a time limit)
 	$(BIN)/python -m pytest $(TEST_ARGS)
+
+gpu-test: $(INSTALLED)  ## run the tests that need an NVIDIA GPU (elsewhere each says why it is skipped)
+	$(BIN)/python -m pytest -m gpu tests/gpu $(TEST_ARGS)
 
 lint: $(INSTALLED)  ## check format, style and types
 	$(BIN)/ruff format --check .

@@ -23,11 +23,11 @@ PLAIN = Ops.make(off=("all",), pdl=False)
 
 
 def packed_dummy(name: str, device="cpu") -> tuple[ModelConfig, dict[str, torch.Tensor]]:
-    """Config and packed bf16 tensors of the `dummy:` model `name`."""
+    """Config and packed bf16 tensors of the `dummy:` model `name`: the same numbers on every device."""
     config, seed = dummy_config(name)
     shape = ModelConfig.from_hf(config)
-    tensors = random_tensors(config, seed, device, torch.bfloat16)
-    return shape, pack(tensors, shape, is_interleaved=False)
+    packed = pack(random_tensors(config, seed, "cpu", torch.bfloat16), shape, is_interleaved=False)
+    return shape, {key: t.to(device) for key, t in packed.items()}
 
 
 def gpu_model(

@@ -1,0 +1,324 @@
+"""The engine on a GPU: graphs change nothing, verification gives the logits of plain decoding, memory comes back.
+
+Models have true shapes and few layers of random weights. Where two ways of computing differ in rounding (kernels and
+plain torch, bf16 and float32), greedy texts may part at a near-tie: `same_text` then asks for the gap.
+"""
+
+from __future__ import annotations
+
+import gc
+from types import SimpleNamespace
+
+import pytest
+import torch
+from gpu_models import PLAIN, Pages, engine, gpu_model, packed_dummy, random_ids, relative
+from stand_ins import Pieces
+
+from tutorial_lib.config import (
+    DraftTargetDecodingConfig,
+    KvCacheConfig,
+    NGramDecodingConfig,
+    SamplingParams,
+    SimulatedAcceptance,
+)
+from tutorial_lib.drafters.ngram import NGramDrafter
+from tutorial_lib.engine import gpu_model as gpu_model_module
+from tutorial_lib.engine import graph
+from tutorial_lib.engine.gpu_build import assemble, plain_tactics, random_packed
+from tutorial_lib.engine.gpu_model import KERNELS, PAGE, Ops
+from tutorial_lib.engine.model import ModelConfig, pack
+from tutorial_lib.engine.reference import FP8
+from tutorial_lib.shapes import dummy_config, random_tensors
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = {
+    "70B": "dummy:llama-3.3-70b?layers=2",
+    "8B": "dummy:llama-3.1-8b?layers=2",
+    "1B": "dummy:llama-3.2-1b?layers=2",
+    "135M": "dummy:llama-3.2-1b?layers=4&hidden=576&heads=9&kv_heads=3&intermediate=1536&vocab=49152",
+}
+SLOTS, MAX_SEQ_LEN, MAX_K = 4, 700, 15
+TEXT = Pieces(dict.fromkeys(range(200_000), b" x"))
+GAP = {False: 0.05, True: 0.25}  # is FP8 -> of the logits' spread: what roundings on the way may turn round
+
+
+def true_shape(name: str, form: str, *, ops: Ops | None = None):
+    """A `GpuModel` of `SHAPES[name]`, random weights: FP8 with an FP8 cache, or bf16."""
+    config, seed = dummy_config(SHAPES[name])
+    shape = ModelConfig.from_hf(config)
+    if form == "fp8":
+        packed = random_packed(shape, "cuda", seed=seed)
+    else:
+        packed = pack(random_tensors(config, seed, "cuda", torch.bfloat16), shape, is_interleaved=False)
+    blocks = -(-graph.position_limit(MAX_SEQ_LEN, MAX_K) // PAGE)
+    return assemble(
+        shape, packed, plain_tactics(), pages=SLOTS * blocks + 1, max_positions=blocks * PAGE, ops=ops or Ops.make(),
+        max_sequences=SLOTS, kv_dtype=FP8 if form == "fp8" else torch.bfloat16,
+    )  # fmt: skip
+
+
+def decode(target, prompts, max_tokens: int = 48, params: SamplingParams | None = None, **options):
+    made = engine(target, TEXT, max_slots=SLOTS, max_seq_len=MAX_SEQ_LEN, **options)
+    params = params or SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return made.generate(prompts, [params] * len(prompts))
+
+
+def ids(generations) -> list[list[int]]:
+    return [g.token_ids for g in generations]
+
+
+def same_text(model, prompt, ours, theirs) -> bool:
+    """Equal, or parted at two tokens whose logits `model` finds nearly the same."""
+    at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)
+    if at is None:
+        return True
+    logits = Pages(model).all_logits([*prompt, *ours[:at]])[-1]
+    gap = float((logits[ours[at]] - logits[theirs[at]]).abs() / logits.std())
+    return gap < GAP[model.layers[0].is_fp8]
+
+
+PROMPTS = [random_ids(300, 49_000), [7], random_ids(65, 49_000, seed=1)]
+
+
+# ---- a token's logits do not depend on the company it is in ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_verification_gives_the_very_logits_of_plain_decoding(name, form):
+    """Bit for bit, for blocks of 2, 5, 11 and 16 rows behind 300 tokens, and for 4 sequences of 4 rows at once."""
+    model = true_shape(name, form)
+    pages, text = Pages(model, sequences=SLOTS), random_ids(316, model.config.vocab_size)
+    for slot in range(SLOTS):
+        model.prefill(text[:300], pages.table, slot)
+    single = torch.cat([pages.logits([token], 300 + i).clone() for i, token in enumerate(text[300:])])
+    assert torch.isfinite(single).all() and len(set(single.argmax(-1).tolist())) > 8
+    for rows in (2, 5, 11, 16):
+        block = pages.logits(text[300 : 300 + rows], 300)
+        assert torch.equal(block, single[:rows]), (rows, relative(block, single[:rows]))
+    together = model.step(
+        torch.tensor(text[300:304] * SLOTS, device="cuda"), pages.table,
+        torch.full((SLOTS,), 300, dtype=torch.int32, device="cuda"),
+        torch.arange(SLOTS, dtype=torch.int32, device="cuda"), 4,
+    ).view(SLOTS, 4, -1)  # fmt: skip
+    for block in together:
+        assert torch.equal(block, single[:4]), relative(block, single[:4])
+    for _ in range(50):  # dependent launches overlap: what is read too early would differ from time to time
+        assert torch.equal(pages.logits(text[300:311], 300), single[:11])
+    assert not model.scratch.counter.any()
+
+
+# ---- kernels against plain torch ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_logits_equal_those_of_plain_torch(name, form):
+    model = true_shape(name, form)
+    text = random_ids(150, model.config.vocab_size)
+    ours = Pages(model).all_logits(text, [64, 1, 11, 64, 10])
+    model.ops = PLAIN
+    assert relative(ours, Pages(model).all_logits(text, [64, 1, 11, 64, 10])) < (0.1 if form == "fp8" else 0.02)
+
+
+@pytest.mark.parametrize(
+    "name", ["dummy:tiny-llama?seed=5", "dummy:tiny-qwen2", "dummy:tiny-qwen3", "dummy:tiny-mistral"]
+)
+def test_every_family_against_the_cpu(name, form):
+    """Same weights: kernels on the GPU, plain torch on the CPU. With heads of 16 and 32, biases, norms, a window."""
+    options = {"weights": "fp8 calibrated", "cache": "fp8"} if form == "fp8" else {}
+    text = random_ids(100)
+    ours = Pages(gpu_model(name, device="cuda", ops=Ops.make(), tactics=plain_tactics(), **options)).all_logits(text)
+    theirs = Pages(gpu_model(name, **options)).all_logits(text)
+    assert relative(ours.cpu(), theirs) < (0.15 if form == "fp8" else 0.02)
+
+
+@pytest.mark.parametrize("off", [*KERNELS, "all"])
+def test_each_kernel_switched_off_gives_the_same_text(off, form):
+    plain = ids(decode(true_shape("1B", form), PROMPTS))
+    model = true_shape("1B", form, ops=Ops.make(off=[off]))
+    for prompt, ours, theirs in zip(PROMPTS, ids(decode(model, PROMPTS)), plain, strict=True):
+        assert same_text(model, prompt, ours, theirs)
+
+
+def test_without_dependent_launches_the_text_is_the_same(form):
+    with_them, without = (decode(true_shape("1B", form, ops=Ops.make(pdl=pdl)), PROMPTS) for pdl in (None, False))
+    assert ids(with_them) == ids(without)
+
+
+# ---- graphs and rounds ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["plain", "self-draft", "ngram"])
+def test_graphs_and_eager_rounds_give_the_same_ids(method, form, monkeypatch):
+    """Batches of 1, 3 (in a bucket of 4) and 2, on one engine: programs are captured, then used again."""
+
+    def options():
+        if method == "self-draft":
+            return {"draft": true_shape("1B", form), "k": 5}
+        return {"host": NGramDrafter(NGramDecodingConfig(max_draft_len=5), ()), "k": 5} if method == "ngram" else {}
+
+    def texts():
+        made = engine(true_shape("1B", form), TEXT, max_slots=SLOTS, max_seq_len=MAX_SEQ_LEN, **options())
+        batches = (PROMPTS[:1], PROMPTS, PROMPTS[1:], PROMPTS)
+        return [ids(made.generate(b, [SamplingParams(max_tokens=30, ignore_eos=True)] * len(b))) for b in batches]
+
+    captured = texts()
+    assert captured[1] == captured[3]
+    for module in (graph, gpu_model_module):
+        monkeypatch.setattr(module, "captured", lambda run: SimpleNamespace(replay=run))
+    assert texts() == captured
+
+
+@pytest.mark.parametrize("k", [4, 15])
+@pytest.mark.parametrize("name", ["70B", "8B", "135M"])
+def test_greedy_speculation_is_plain_decoding(name, k, form):
+    target = true_shape(name, form)
+    plain = decode(target, PROMPTS[:1])
+    own = decode(target, PROMPTS[:1], draft=true_shape(name, form), k=k)
+    assert ids(own) == ids(plain)
+    assert all(r.accepted == len(r.drafted) == k for r in own[0].rounds)  # a drafter that is the target
+    assert all(r.draft_s > 0 and r.verify_s > 0 for r in own[0].rounds)
+    ngram = decode(target, PROMPTS[:1], host=NGramDrafter(NGramDecodingConfig(max_draft_len=k), ()), k=k)
+    assert ids(ngram) == ids(plain)
+
+
+@pytest.mark.parametrize("draft_form", ["bf16", "fp8"])
+def test_another_model_as_drafter_in_an_uneven_batch(draft_form, form):
+    """Number formats of their own; a batch of three beside each prompt alone. Its batches have other row counts than
+    plain decoding has, so texts may part at a near-tie."""
+    if draft_form == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("the GPU has no FP8 units")
+    target, draft = true_shape("8B", form), true_shape("1B", draft_form)
+    plain = ids(decode(target, PROMPTS))
+    for prompts in (PROMPTS, *([p] for p in PROMPTS)):
+        for prompt, ours in zip(prompts, ids(decode(target, prompts, draft=draft, k=7)), strict=True):
+            assert same_text(target, prompt, ours, plain[PROMPTS.index(prompt)])
+
+
+def test_a_seed_decides_the_text_alone_and_in_a_batch():
+    target, draft = true_shape("135M", "bf16"), true_shape("135M", "bf16")
+    params = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9, seed=5)
+    batch = decode(target, PROMPTS, params=params, draft=draft, k=4)
+    assert ids(decode(target, PROMPTS, params=params, draft=draft, k=4)) == ids(batch)
+    for prompt, together in zip(PROMPTS, batch, strict=True):
+        assert ids(decode(target, [prompt], params=params, draft=draft, k=4)) == [together.token_ids]
+        assert all(r.accepted == len(r.drafted) for r in together.rounds)  # q equals p
+
+
+def test_two_streams_and_timing_side_by_side():
+    """Rounds in flight for one stream while another one runs, and while a step is timed."""
+    target, draft = true_shape("135M", "bf16"), true_shape("135M", "bf16")
+    expected = ids(decode(target, PROMPTS[:2], draft=draft, k=3))
+    made = engine(target, TEXT, draft=draft, k=3, max_slots=SLOTS, max_seq_len=MAX_SEQ_LEN)
+    assert min(made.time_steps([1, 11], context=300, repeats=3).values()) > 0
+    streams = [made.stream(p, SamplingParams(max_tokens=48, ignore_eos=True)) for p in PROMPTS[:2]]
+    for _ in range(3):
+        for stream in streams:
+            next(stream)
+    assert min(made.time_steps([1, 11], context=300, repeats=3).values()) > 0
+    assert made.time_draft(3, context=300, repeats=3) > 0
+    assert [list(s)[-1].token_ids for s in streams] == expected
+
+
+def test_forced_acceptance():
+    target, draft = true_shape("1B", "bf16"), true_shape("1B", "bf16")
+    forced = SimulatedAcceptance(acceptance_length=2.5)
+    (done,) = decode(target, PROMPTS[:1], 101, draft=draft, k=4, simulated_acceptance=forced)
+    lengths = [len(r.emitted) for r in done.rounds[:-1]]
+    assert done.is_simulated and abs(sum(lengths) - 2.5 * len(lengths)) <= 1
+
+
+# ---- from a checkpoint to text, and back to an empty GPU ------------------------------------------------------------
+
+SMALL = "dummy:llama-3.2-1b?layers=2&hidden=512&vocab=2000"
+
+
+def test_build_load_generate(form, cache):
+    """The whole way, tuned kernels and all; the second load builds nothing. The drafter is the target itself."""
+    from tutorial_lib import LLM
+
+    said: list[str] = []
+    options = {"dtype": {"bf16": "bfloat16", "fp8": "fp8"}[form], "max_batch_size": 2, "say": said.append}
+    options["kv_cache_config"] = KvCacheConfig(dtype="fp8") if form == "fp8" else None
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    with LLM(SMALL, **options) as llm:
+        plain = llm.generate([[1, 2, 3], [9] * 70], params)
+        assert llm.info["device"] == "cuda" and llm.info["tactics"]["qkv"].keys() >= {"1", "16", "64"}
+    assert any("building" in line for line in said)
+    said.clear()
+    config = DraftTargetDecodingConfig(max_draft_len=4, speculative_model_dir=SMALL)
+    with LLM(SMALL, speculative_config=config, **options) as llm:
+        own = llm.generate([[1, 2, 3], [9] * 70], params)
+        assert not any("building" in line for line in said)
+    assert ids(own) == ids(plain)
+    assert all(r.accepted == 4 for g in own for r in g.rounds)
+    with LLM(SMALL, kernels_off=["attention", "linear"], **options) as llm:
+        assert len(llm.generate([1, 2, 3], params).token_ids) == 40
+
+
+def test_closing_frees_the_memory(cache):
+    """Load, generate, close, five times in one process: what is held afterwards is what was held before."""
+    from tutorial_lib import LLM
+
+    def held() -> int:
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_allocated()
+
+    config = DraftTargetDecodingConfig(max_draft_len=4, speculative_model_dir=SMALL)
+    before, after, inside = held(), [], 0
+    for _ in range(5):
+        llm = LLM(SMALL, dtype="bfloat16", speculative_config=config)
+        llm.generate([[1, 2, 3], [4]], SamplingParams(max_tokens=12))
+        inside = torch.cuda.memory_allocated()
+        llm.close()  # the closed object itself may live on, as a notebook's variable does
+        after.append(held())
+    used = inside - before
+    assert used > 20 * 2**20
+    assert all(now - before < 0.05 * used for now in after), (before, after, inside)
+
+
+def test_the_embedded_pair():
+    """Real weights: speculation in bf16 gives the plain text, and logits follow those of the float32 engine."""
+    from tutorial_lib import LLM
+    from tutorial_lib.embedded import TARGET_FOLDER, cache_dir
+
+    if not list((cache_dir() / "models").glob(f"{TARGET_FOLDER}-*/model.safetensors")):
+        pytest.skip("embedded:target is not in the cache: run `workbook fetch` first")
+    params = SamplingParams(max_tokens=64)
+    prompts = ["Explain why the sky is blue.", "List three colours.", "def fibonacci(n):"]
+    with LLM("embedded:target", max_batch_size=4) as llm:
+        plain = llm.generate(prompts, params)
+        target, tokens = llm._backend.engine.target, llm.tokenizer(prompts[0]).input_ids
+        ours = Pages(target).all_logits(tokens).cpu()
+    config = DraftTargetDecodingConfig(max_draft_len=4, speculative_model_dir="embedded:draft")
+    for method in (config, NGramDecodingConfig(max_draft_len=4)):
+        with LLM("embedded:target", max_batch_size=4, speculative_config=method) as llm:
+            for prompt, expected in zip(prompts, plain, strict=True):
+                done, target = llm.generate(prompt, params), llm._backend.engine.target
+                both = zip(done.token_ids, expected.token_ids, strict=False)
+                at = next((i for i, (a, b) in enumerate(both) if a != b), None)
+                shared = len(expected.token_ids) if at is None else at + 1
+                start = llm.tokenizer(prompt).input_ids
+                assert same_text(target, start, done.token_ids[:shared], expected.token_ids[:shared])
+            if method is config:
+                rounds = [r for p in prompts for r in llm.generate(p, params).rounds]
+                assert sum(r.accepted for r in rounds) / len(rounds) > 0.5
+    with LLM("embedded:target", device="cpu", max_batch_size=1) as llm:
+        from tutorial_lib.engine.model import Segment
+
+        model = llm._backend.engine.target
+        theirs = model.logits(model.forward(tokens, [Segment(0, 0, len(tokens))]))
+    assert relative(ours, theirs) < 0.05
+
+
+def test_a_prefill_of_many_steps_equals_single_steps():
+    config, packed = packed_dummy("dummy:tiny-llama?seed=5", "cuda")
+    options = {"pages": 12, "max_positions": 640, "ops": Ops.make()}
+    model = assemble(config, packed, plain_tactics(), **options)
+    text = random_ids(500)
+    expected = Pages(model).all_logits(text, [1] * 500)[-1:]
+    pages = Pages(model)
+    model.prefill(text[:-1], pages.table, 0)
+    assert relative(pages.logits(text[-1:], 499), expected) < 0.02
