@@ -275,3 +275,13 @@ def test_figures_of_an_executed_notebook_need_no_network(tmp_path):
     assert page.count('id="workbook-plotlyjs"') == 1 and page.count("Plotly.newPlot(") >= 2
     outputs = "".join(str(o) for cell in notebook.cells[1:] for o in cell.outputs)
     assert not re.search(r"<script[^>]+src=|<link[^>]+href=", outputs)
+
+
+def test_simulated_runs_say_so_under_the_title():
+    def subtitle(**changes):
+        return plots.plot_throughput([record(**changes)]).layout.title.subtitle.text
+
+    assert "simulated" not in subtitle()
+    assert "simulated acceptance</b>, times measured on" in subtitle(is_simulated=True)
+    assert "stand-in of the library: nothing was computed" in subtitle(is_simulated=True, device="stand-in")
+    assert "measured on" not in subtitle(is_simulated=True, device="stand-in")

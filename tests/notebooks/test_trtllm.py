@@ -22,6 +22,7 @@ from tutorial_lib.models import load_tokenizer, resolve
 
 STANDIN = Path(__file__).parents[1] / "standin"
 TIME_BOX_S = 120
+PLOTLY = "application/vnd.plotly.v1+json"
 FEW = {
     "01_engine_compilation": {},
     "02_speculative_runs": {
@@ -111,3 +112,18 @@ def test_runs_of_the_stand_in_promise_no_prediction(run) -> None:
     assert found and found[1] == "12"
     theirs = int(found[1]) / (int(found[2]) + 1)
     assert f"12 / ({found[2]} + 1) = {theirs:.2f}" in text
+
+
+@pytest.mark.timeout(TIME_BOX_S + 60)
+@pytest.mark.parametrize("lesson", ["02_speculative_runs", "07_benchmark_plots"])
+def test_figures_of_the_stand_in_say_that_they_are_simulated(run, lesson: str) -> None:
+    _, notebook, text = run(lesson)
+    figures = [
+        json.dumps(output.data[PLOTLY]["layout"])
+        for cell in notebook.cells
+        for output in cell.get("outputs", [])
+        if PLOTLY in output.get("data", {}) and output.data[PLOTLY]["data"]
+    ]
+    assert figures and not [layout for layout in figures if "simulated by a stand-in" not in layout]
+    if lesson.startswith("07"):
+        assert "not compared: the text is simulated" in text and "cannot time its steps apart" in text

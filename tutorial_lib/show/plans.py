@@ -66,7 +66,7 @@ def call_rows(named: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
     """Calls side by side: a row per argument, a column per call, a dash where it is left out."""
     found = {name: dict(_keywords(call["kwargs"])) for name, call in named.items()}
     keys = dict.fromkeys(key for values in found.values() for key in values)
-    reasons = {key: why for call in named.values() for key, why in reasons_of(call).items()}
+    reasons = {key: why for call in named.values() for key, why in reasons_of(dict(call)).items()}
     return [
         {"argument": key, **{name: values.get(key, "–") for name, values in found.items()}, "why": reasons[key]}
         for key in keys

@@ -205,7 +205,11 @@ def _workload(runs: Sequence[Record]) -> str:
         " or ".join(f"{n} prompts" for n in dict.fromkeys(r["prompt_set"]["count"] for r in runs)),
         f"≤ {sampling['max_tokens']} tokens each" if sampling.get("max_tokens") else "",
     ]
-    return html.escape(" · ".join(p for p in parts if p), quote=False) + "<br>measured on " + machine_of(runs)
+    told = html.escape(" · ".join(p for p in parts if p), quote=False) + "<br>"
+    if any(r["device"] == "stand-in" for r in runs):
+        return told + "<b>simulated by a stand-in of the library: nothing was computed, no figure means anything</b>"
+    simulated = "<b>simulated acceptance</b>, times " if any(r.get("is_simulated") for r in runs) else ""
+    return told + simulated + "measured on " + machine_of(runs)
 
 
 def _spread(run: Record, name: str) -> tuple[float, float]:

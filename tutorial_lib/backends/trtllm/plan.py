@@ -596,7 +596,7 @@ def _pytorch_steps(job: _Job) -> list[dict[str, Any] | None]:
             "write-bench-dataset",
             "bench",
             "the bundled prompts for trtllm-bench",
-            commands.bench_dataset(job.folder("target"), dataset, job.facts["output_tokens"], is_old=False),
+            commands.bench_dataset(_fp8_folder(job, "target"), dataset, job.facts["output_tokens"], is_old=False),
             produces=[dataset],
             is_optional=True,
         )
