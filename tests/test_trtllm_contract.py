@@ -206,7 +206,7 @@ def test_several_nodes():
     assert launch[:9] == [
         *("srun", "-N", "2", "--ntasks", "8", "--ntasks-per-node", "4", "--mpi=pmix", "trtllm-llmapi-launch"),
     ]
-    assert "llama-3.1-405b" in launch
+    assert launch[-4:] == ["--experiment", "llama-3.1-405b", "--nodes", "2"]
     assert step_named(made, "bench-plain")["argv"][8:10] == ["trtllm-llmapi-launch", "trtllm-bench"]
 
 

@@ -308,6 +308,9 @@ def bench(
         str | None, typer.Option(metavar="V", help="For --dry-run: 0.14.0, 0.15.0, 1.2.1, …; default: the installed.")
     ] = None,
     flow: Annotated[str | None, typer.Option(help="TensorRT-LLM's: engine, engine_api or pytorch.")] = None,
+    nodes: Annotated[
+        int | None, typer.Option(help="TensorRT-LLM's: machines that this command was launched over; default 1.")
+    ] = None,
     method: Annotated[
         str | None,
         typer.Option(help="TensorRT-LLM's: draft_target (default), ngram, lookahead, medusa, eagle, eagle3."),
@@ -319,11 +322,11 @@ def bench(
     chosen = config.profile(profile)
     options: dict[str, Any] = {}
     of_trtllm = {"--dry-run": dry_run or None, "--tensorrt-llm-version": tensorrt_llm_version}
-    of_trtllm |= {"--flow": flow, "--method": method}
+    of_trtllm |= {"--flow": flow, "--method": method, "--nodes": nodes}
     given = {"--prompts": prompts, "--max-draft-len": max_draft_len, "--methods": methods}
     if experiment is not None and chosen.backend == "tensorrt_llm":
         _refuse_given(given | {"--budget-s": budget_s}, "with an experiment of TensorRT-LLM")
-        _bench_trtllm(experiment, json_file, repeats, dry_run, tensorrt_llm_version, flow, method)
+        _bench_trtllm(experiment, json_file, repeats, dry_run, tensorrt_llm_version, flow, method, nodes or 1)
         return
     _refuse_given(of_trtllm, "without --profile tensorrt_llm and --experiment")
     if experiment is not None:
@@ -364,6 +367,7 @@ def _bench_trtllm(
     version: str | None,
     flow: str | None,
     method: str | None,
+    nodes: int,
 ) -> None:
     """One of the posts' experiments on TensorRT-LLM: as a plan that runs nothing, or for real."""
     check_json_file(json_file)
@@ -371,7 +375,7 @@ def _bench_trtllm(
         _refuse_given({"--repeats": repeats}, "with --dry-run")
         from .backends.trtllm.plan import format_plan, plan_cli
 
-        document = plan_cli(experiment, version, flow, method)
+        document = plan_cli(experiment, version, flow, method, nodes)
         if json_file != "-":
             print(format_plan(document))
     else:
@@ -383,6 +387,7 @@ def _bench_trtllm(
             version=version,
             flow=flow,
             method=method or "draft_target",
+            nodes=nodes,
             repeats=3 if repeats is None else _at_least_one("--repeats", repeats),
             command=_command(),
             say=lambda line: _say(line, out),

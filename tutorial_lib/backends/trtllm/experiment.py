@@ -65,6 +65,7 @@ def run_experiment(
     version: str | None = None,
     flow: str | None = None,
     method: str = "draft_target",
+    nodes: int = 1,
     fp8: bool = True,
     work_dir: str | Path = "runs/tensorrt_llm",
     models_dir: str | Path | None = None,
@@ -77,11 +78,12 @@ def run_experiment(
 ) -> dict[str, Any]:
     """What `workbook bench --profile tensorrt_llm --experiment NAME` does: `{"runs": [records], "summary": {…}}`.
 
-    version: must be the installed one; None takes it. values: folders for a plan's placeholders, beside the default
+    version: must be the installed one; None takes it. nodes: machines that this
+    process was launched over (`trtllm-llmapi-launch`). values: folders for a plan's placeholders, beside the default
     ones under `work_dir`. Steps that were finished by an earlier call are not repeated. Raises `WorkbookError`s.
     """
     release = _installed(version)
-    made = plans.plan(experiment, release, flow, method=method, fp8=fp8)
+    made = plans.plan(experiment, release, flow, method=method, nodes=nodes, fp8=fp8)
     folders = default_values(work_dir, models_dir) | dict(values or {})
     say(f"{made['title']}: TensorRT-LLM {release}, flow {made['flow']}")
     run_steps(made, folders, kinds=("fetch", "quantize", "build"), say=say)
@@ -92,7 +94,7 @@ def run_experiment(
     params = SamplingParams(max_tokens=made["facts"]["output_tokens"])
     records: dict[str, dict[str, Any]] = {}
     generations: dict[str, Sequence[Mapping[str, Generation]]] = {}
-    for name, options in plans.runs(experiment, release, made["flow"], method=method, fp8=fp8).items():
+    for name, options in plans.runs(experiment, release, made["flow"], method=method, nodes=nodes, fp8=fp8).items():
         say(f"loading {name}")
         with open_run(options, folders, flow=made["flow"], say=say) as llm:
             session = compare(

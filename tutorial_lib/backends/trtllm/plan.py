@@ -137,10 +137,14 @@ def check_step(record: contract.Record, step: Mapping[str, Any]) -> None:
 
 
 def plan_cli(
-    experiment: str, version: str | None = None, flow: str | None = None, method: str | None = None
+    experiment: str,
+    version: str | None = None,
+    flow: str | None = None,
+    method: str | None = None,
+    nodes: int = 1,
 ) -> dict[str, Any]:
     """What `workbook bench --profile tensorrt_llm --experiment … --tensorrt-llm-version … --dry-run` prints."""
-    return plan(experiment, version, flow, method=method or "draft_target")
+    return plan(experiment, version, flow, method=method or "draft_target", nodes=nodes)
 
 
 def format_plan(plan: Mapping[str, Any]) -> str:
@@ -334,10 +338,10 @@ def llm_options(job: _Job, method: str) -> dict[str, Any]:
 
 def runs(
     experiment: str | Mapping[str, Any], version: str | None = None, flow: str | None = None, *,
-    method: str = "draft_target", fp8: bool = True,
+    method: str = "draft_target", nodes: int = 1, fp8: bool = True,
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
     """Method -> `LLM` arguments of the runs that a plan prepares: plain, and `method`."""
-    job = _job(experiment, version, flow, method, 1, fp8, None)
+    job = _job(experiment, version, flow, method, nodes, fp8, None)
     return {name: llm_options(job, name) for name in dict.fromkeys(("plain", method))}
 
 
@@ -712,6 +716,7 @@ def _pytorch_run(job: _Job, method: str) -> dict[str, Any]:
         )
     if job.nodes > 1:
         script = ["python3", "-m", "tutorial_lib.cli", "bench", "--profile", "tensorrt_llm", "--experiment", job.name]
+        script += ["--nodes", str(job.nodes)]
         line = commands.launch(script, nodes=job.nodes, gpus_per_node=job.facts["tensor_parallel_size"])
         step["launch"] = {"argv": line.argv, "why": line.why}
     return step
