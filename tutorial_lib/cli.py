@@ -321,7 +321,7 @@ def bench(
 
     chosen = config.profile(profile)
     options: dict[str, Any] = {}
-    of_trtllm = {"--dry-run": dry_run or None, "--tensorrt-llm-version": tensorrt_llm_version}
+    of_trtllm: dict[str, Any] = {"--dry-run": dry_run or None, "--tensorrt-llm-version": tensorrt_llm_version}
     of_trtllm |= {"--flow": flow, "--method": method, "--nodes": nodes}
     given = {"--prompts": prompts, "--max-draft-len": max_draft_len, "--methods": methods}
     if experiment is not None and chosen.backend == "tensorrt_llm":
