@@ -171,6 +171,8 @@ def test_argmax_of_rows_that_lie_apart():
     wide[0, 3], wide[1, 2047] = -1.0, -1.0
     kernels.argmax(wide[:, :2047], out[:2, 0])  # a vocabulary that ends before its row does
     assert out[:2, 0].tolist() == [3, 0]
+    kernels.argmax(torch.full((1, 5000), torch.nan), out[:1, 0])  # the next step looks its embedding up
+    assert 0 <= out[0, 0] < 5000
 
 
 # ---- all of them together -------------------------------------------------------------------------------------------

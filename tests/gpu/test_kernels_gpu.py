@@ -185,6 +185,8 @@ def test_argmax_of_rows_that_lie_apart(vocab, pdl):
     kernels.argmax(logits[1::2], out[:, 2], pdl)
     assert out[1, 2] == 5
     assert out[:, 2].tolist() == logits[1::2].argmax(-1).tolist() and (out[:, [0, 1, 3]] == -1).all()
+    kernels.argmax(torch.full_like(logits, torch.nan)[:11], out[:, 2], pdl)
+    assert ((out[:, 2] >= 0) & (out[:, 2] < vocab)).all()  # the next step looks its embedding up
 
 
 def test_the_clock_runs_in_nanoseconds():

@@ -537,6 +537,7 @@ def _argmax_kernel(logits_ptr, stride, best_ptr, where_ptr, vocab, tiles, BLOCK:
         tl_cuda.gdc_launch_dependents()
     i = tile * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits_ptr + row.to(tl.int64) * stride + i, mask=i < vocab, other=-float("inf"))
+    x = tl.where(x == x, x, -float("inf"))  # NaN: the result is to stay an index whatever happens
     tl.store(best_ptr + row * tiles + tile, tl.max(x, 0))
     tl.store(where_ptr + row * tiles + tile, tile * BLOCK + tl.argmax(x, 0))
 
