@@ -54,14 +54,13 @@ CASES = {
     "two sequences, bias, norm": Case(heads=6, dim=64, lengths=(126, 150), rows=5, has_bias=True, has_norm=True),
     "9 heads over 3": Case(heads=9, kv_heads=3, dim=64, lengths=(70,), rows=4),
     "one key head": Case(heads=5, kv_heads=1, lengths=(40,), rows=2),
-    "several lane blocks": Case(heads=8, kv_heads=1, dim=16, lengths=(100,), rows=20),  # 160 vectors
     "short heads": Case(dim=16, lengths=(70, 3), rows=2),
     "window": Case(heads=4, kv_heads=4, lengths=(130,), rows=3, window=100),
     "window of a tile that is all hidden": Case(lengths=(150,), rows=2, window=10),
     "several tiles a program": Case(heads=2, kv_heads=1, lengths=(270,), rows=2, max_positions=40 * 64),
-    "64 rows": Case(heads=2, kv_heads=1, dim=16, lengths=(90,), rows=64, splits=1),
+    "40 rows in several lane blocks": Case(kv_heads=1, dim=16, lengths=(90,), rows=40, splits=1),
     "fp8 cache": Case(lengths=(126, 70), rows=4, is_fp8=True, is_quantized=True),
-    "tree": Case(lengths=(126, 62), rows=5, is_quantized=True, tree=((), (0,), (0,), (0, 1), (0, 2))),
+    "tree": Case(lengths=(126, 62), rows=5, tree=((), (0,), (0,), (0, 1), (0, 2))),
     "tree in a window": Case(lengths=(126,), rows=4, window=50, tree=((), (0,), (0,), (0, 1))),
 }  # fmt: skip
 

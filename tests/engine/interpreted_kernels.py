@@ -187,8 +187,7 @@ PLAIN_TACTICS = {
 SHORT = "dummy:tiny-llama?seed=5&layers=1&heads=2&kv_heads=1&intermediate=64"
 
 
-@pytest.mark.parametrize("weights", ["bf16", "fp8 calibrated"])
-@pytest.mark.parametrize("name", [SHORT, "dummy:tiny-qwen3?layers=1"])
+@pytest.mark.parametrize(("name", "weights"), [(SHORT, "bf16"), ("dummy:tiny-qwen3?layers=1", "fp8 calibrated")])
 def test_a_step_of_the_whole_model(name, weights):
     ids, sizes = random_ids(11), [7, 1, 3]
     ours = Pages(gpu_model(name, weights=weights, ops=KERNELS, tactics=PLAIN_TACTICS)).all_logits(ids, sizes)

@@ -26,7 +26,7 @@ from tutorial_lib.engine.sampling import probabilities
 from tutorial_lib.errors import OptionError, PromptError
 
 TARGET = "dummy:tiny-llama?seed=11&layers=1"  # its greedy texts hardly repeat
-LENGTH = 40
+LENGTH = 30
 REPLAYED = {"oracle": oracle, "adversary": adversary, "pattern": pattern}
 METHODS = (*REPLAYED, "draft model", "self-draft", "ngram")
 
@@ -100,7 +100,7 @@ def check_rounds(generation) -> None:
 # ---- greedy speculation is greedy -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("k", [1, 2, 4, 8])
+@pytest.mark.parametrize("k", [1, 3, 8])
 @pytest.mark.parametrize("method", METHODS)
 def test_greedy_text_is_that_of_plain_decoding(method, k, model, texts, pieces, drafting):
     """Prompts of 1, 2 and 50 tokens as one batch whose rows accept differently and end at different times."""
@@ -133,8 +133,16 @@ def test_plain_decoding_is_a_round_of_one_row(model, texts, pieces):
         check_rounds(generation)
 
 
-@pytest.mark.parametrize("name", ["dummy:tiny-qwen2", "dummy:tiny-qwen3", "dummy:tiny-mistral"])
-@pytest.mark.parametrize("form", [("bf16", "bf16"), ("fp8", "bf16"), ("fp8 calibrated", "fp8")], ids=str)
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("dummy:tiny-qwen2", ("fp8", "bf16")),
+        ("dummy:tiny-qwen3", ("bf16", "bf16")),
+        ("dummy:tiny-mistral", ("bf16", "bf16")),
+        ("dummy:tiny-mistral", ("fp8 calibrated", "fp8")),
+    ],
+    ids=str,
+)
 def test_every_family_and_number_format_drafts_for_itself(name, form, pieces):
     """Acceptance exactly 1, or the drafter's cache has holes; Mistral's window of 32 is passed on the way."""
     target, draft = (gpu_model(name, weights=form[0], cache=form[1]) for _ in range(2))
@@ -144,8 +152,15 @@ def test_every_family_and_number_format_drafts_for_itself(name, form, pieces):
     assert counts(done) == [[(4, 4)] * 6] * 3
 
 
-@pytest.mark.parametrize("draft_form", [("bf16", "bf16"), ("fp8 calibrated", "fp8")], ids=str)
-@pytest.mark.parametrize("form", [("bf16", "fp8"), ("fp8", "bf16"), ("fp8 calibrated", "fp8")], ids=str)
+@pytest.mark.parametrize(
+    ("form", "draft_form"),
+    [
+        (("bf16", "fp8"), ("bf16", "bf16")),
+        (("fp8", "bf16"), ("fp8 calibrated", "fp8")),
+        (("fp8 calibrated", "fp8"), ("bf16", "bf16")),
+    ],
+    ids=str,
+)
 def test_target_and_drafter_have_number_formats_of_their_own(form, draft_form, pieces):
     target, draft = (gpu_model(weights=w, cache=c) for w, c in (form, draft_form))
     plain = run(target, pieces, PROMPTS, greedy={"max_tokens": 30})
