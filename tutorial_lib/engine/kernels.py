@@ -31,7 +31,7 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 PAGE = 64  # tokens per block of the KV cache, and per attention tile
 MAX_PROGRAMS = 32  # attention programs per head: beyond this many pages each takes several
-MAX_LANES = 128  # query vectors (rows times heads of a group) per attention program
+MAX_LANES = 32  # query vectors (rows times heads of a group) per attention program: more would combine alone
 IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
 _WIDEN = tl.constexpr(IS_INTERPRETED)  # Triton's interpreter cannot multiply bf16: there, and only there, widen first
 
@@ -428,7 +428,7 @@ def _attention_kernel(
         scratch = (lanes_of * PROGRAMS + program) * LANES
         tl.store(max_ptr + scratch + lane, top)
         tl.store(sum_ptr + scratch + lane, denominator)
-        tl.store(acc_ptr + (scratch + lane)[:, None] * DIM + d[None, :], acc)
+        tl.store(acc_ptr + (scratch + lane)[:, None] * DIM + d[None, :], acc, mask=is_lane[:, None])
         tl.debug_barrier()
         arrived = tl.atomic_add(counter_ptr + lanes_of, 1, sem="acq_rel")
         if arrived == programs - 1:
@@ -445,7 +445,7 @@ def _attention_kernel(
             for group in range(0, programs, 4):  # four at a time, so that their loads overlap
                 for j in tl.static_range(4):
                     at_p = first + (group + j) * LANES + lane
-                    keep = (lane * 0 + group + j) < programs
+                    keep = ((lane * 0 + group + j) < programs) & is_lane
                     factor = tl.exp(tl.load(max_ptr + at_p, mask=keep, other=-1.0e30) - best)
                     part = tl.load(acc_ptr + at_p[:, None] * DIM + d[None, :], mask=keep[:, None], other=0.0)
                     mixed += tl.where(keep, factor, 0.0)[:, None] * part
