@@ -236,7 +236,7 @@ def test_pip_with_the_wheel_in_a_folder(monkeypatch, tmp_path):
 def test_pip_that_hangs(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/sh")  # sh -m pip ...: fails at once
     assert not ask_pip(5).is_yes
-    monkeypatch.setattr(doctor, "_run", lambda command, limit_s: None)
+    monkeypatch.setattr(doctor, "run_bounded", lambda command, limit_s: None)
     assert "no answer within 7 s" in ask_pip().detail
 
 

@@ -13,8 +13,6 @@ import os
 import platform
 import re
 import shutil
-import signal
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -26,6 +24,7 @@ from typing import Literal
 
 from . import embedded
 from .backends.trtllm.probe import INSTALL, remedy_for
+from .subprocesses import run_bounded
 
 Status = Literal["OK", "WARN", "FAIL"]
 
@@ -343,8 +342,7 @@ def inspect_machine() -> Machine:
 
 def target_is_cached() -> bool:
     """Whether the embedded target lies whole in the cache. Reads sizes, not contents."""
-    name = f"{embedded.TARGET_FOLDER}-{embedded.WHEEL_SHA256[:12]}-v{embedded.FOLDER_FORMAT}"
-    return embedded.is_whole(embedded.cache_dir() / "models" / name, embedded.WHEEL_SHA256)
+    return embedded.is_whole(embedded.target_path(), embedded.WHEEL_SHA256)
 
 
 def ask_import(module: str, limit_s: float = IMPORT_LIMIT_S) -> Answer:
@@ -352,7 +350,7 @@ def ask_import(module: str, limit_s: float = IMPORT_LIMIT_S) -> Answer:
     mark = "version of it: "
     code = f"import {module}; print({mark!r} + str(getattr({module}, '__version__', 'unknown')), flush=True)"
     code += "; import os; os._exit(0)"  # a slow or crashing shutdown is not what was asked
-    done = _run([sys.executable, "-c", code], limit_s)
+    done = run_bounded([sys.executable, "-c", code], limit_s)
     if done is None:
         return Answer(False, f"importing it took longer than {limit_s:g} s, it may be slow or hang")
     for line in done.stdout.splitlines():
@@ -365,7 +363,7 @@ def ask_pip(limit_s: float = PIP_LIMIT_S) -> Answer:
     """Whether pip, as it is set up here, finds the distribution that holds the embedded target. Downloads nothing."""
     name, version = embedded.DISTRIBUTION.split("==")
     command = [sys.executable, "-m", "pip", "index", "versions", name, "--disable-pip-version-check", "--no-input"]
-    done = _run([*command, "--retries", "0", "--timeout", "3"], limit_s)
+    done = run_bounded([*command, "--retries", "0", "--timeout", "3"], limit_s)
     if done is None:
         return Answer(False, f"pip got no answer within {limit_s:g} s")
     if done.returncode == 0 and re.search(rf"\b{re.escape(version)}\b", done.stdout):
@@ -373,37 +371,6 @@ def ask_pip(limit_s: float = PIP_LIMIT_S) -> Answer:
     if "No module named pip" in done.stderr:
         return Answer(False, f"this Python has no pip; {Path(sys.executable).name} -m ensurepip installs it")
     return Answer(False, "pip finds no package index that has it")
-
-
-def _run(command: Sequence[str], limit_s: float) -> subprocess.CompletedProcess[str] | None:
-    """Run `command` in a process group of its own; None, and the whole group gone, if it is not done in time."""
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    try:
-        out, err = process.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        _end_group(process)
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
-
-
-def _end_group(process: subprocess.Popen[str]) -> None:
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    process.wait()
-    for stream in (process.stdout, process.stderr):
-        if stream is not None:
-            stream.close()
 
 
 def _last_line(text: str) -> str:

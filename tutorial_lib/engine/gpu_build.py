@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import ModelError
+from ..errors import ModelError, OptionError
 from .gpu_model import PAGE, GpuModel, Layer, Ops, Weight, rotary_tables
 from .model import ModelConfig, pack
 from .quantize import calibrate, quantize_fp8, random_fp8
@@ -208,7 +208,9 @@ def tune(model: GpuModel, say: Callable[[str], None], *, limit: int = 14) -> tup
             if times is not None:
                 measured.append((sum(times.values()), tactic, times))
         if not measured:
-            measured = [(0.0, dict(PLAIN_TACTIC), dict.fromkeys(TUNED_ROWS, float("nan")))]
+            raise OptionError(
+                f"no tactic for {kind} {n}x{k} fits this GPU's shared memory", "one that does", "build for a CPU"
+            )
         _, best, times = min(measured, key=lambda m: m[0])
         tactics[kind] = {str(rows): dict(best) for rows in ROW_BUCKETS}
         report[kind] = {

@@ -27,9 +27,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0
-PAGE = 64  # tokens per block of the KV cache, and per attention tile
+from .reference import FP8, PAGE
+
 MAX_PROGRAMS = 32  # attention programs per head: beyond this many pages each takes several
 MAX_LANES = 32  # query vectors (rows times heads of a group) per attention program: more would combine alone
 IS_INTERPRETED = bool(triton.knobs.runtime.interpret)

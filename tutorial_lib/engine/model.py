@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 from ..errors import ModelError
 
+PREFILL_CHUNK = 512  # rows per prefill pass: bounds the attention mask's memory
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
 
 
@@ -369,6 +370,14 @@ class Model:
             hidden |= key <= query - window
         mask = torch.zeros(rows, length, dtype=self.dtype, device=self.device).masked_fill_(hidden, -math.inf)
         return mask.repeat_interleave(group, 0)
+
+
+def prefill(model: Model, token_ids: Sequence[int], slot: int) -> torch.Tensor:
+    """Append a text to the empty `slot`, `PREFILL_CHUNK` rows a pass. Final hidden states of the last pass."""
+    for start in range(0, len(token_ids), PREFILL_CHUNK):
+        chunk = token_ids[start : start + PREFILL_CHUNK]
+        hidden = model.forward(chunk, [Segment(slot, start, len(chunk))])
+    return hidden
 
 
 def _rotate(qkv: torch.Tensor, rotated_heads: int, rotations: torch.Tensor) -> torch.Tensor:

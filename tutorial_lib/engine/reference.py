@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-PAGE = 64
+PAGE = 64  # tokens per block of the KV cache, and per attention tile
 
 
 def to_fp8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

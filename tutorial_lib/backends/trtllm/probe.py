@@ -7,13 +7,12 @@ start CUDA. The answer comes with what to do.
 from __future__ import annotations
 
 import importlib.util
-import os
-import signal
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from importlib import metadata
+
+from ...subprocesses import run_bounded
 
 INSTALL = (
     "use NVIDIA's container (docker run --rm -it --ipc host --gpus all nvcr.io/nvidia/tensorrt-llm/release:1.2.1), or "
@@ -71,18 +70,22 @@ def probe(timeout_s: float = 8.0) -> ProbeResult:
     if spec is None:
         return ProbeResult(None, "it is not installed", INSTALL, seconds=time.perf_counter() - start)
     installed = _installed_version()
-    code, out, err = _run([sys.executable, "-c", _CODE], timeout_s)
+    done = run_bounded([sys.executable, "-c", _CODE], timeout_s)
     seconds = time.perf_counter() - start
-    if code is None:
+    if done is None:
         which = f" (release {installed} is installed)" if installed else ""
         reason = f"importing it did not end within {timeout_s:g} s{which}: a slow disk, or MPI hangs"
         return ProbeResult(None, reason, remedy_for(reason), installed, seconds=seconds)
-    for line in out.splitlines():
+    for line in done.stdout.splitlines():
         if line.startswith(_MARK):
             version, _, mark = line.removeprefix(_MARK).partition(" ")
             return ProbeResult(version, "", "", installed, bool(mark), seconds)
-    lines = [line.strip() for line in err.splitlines() if line.strip()]
-    last = "".join(c for c in lines[-1] if c.isprintable())[:200] if lines else f"it ended with exit code {code}"
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    last = (
+        "".join(c for c in lines[-1] if c.isprintable())[:200]
+        if lines
+        else f"it ended with exit code {done.returncode}"
+    )
     return ProbeResult(None, f"importing it fails: {last}", remedy_for(last), installed, seconds=seconds)
 
 
@@ -93,30 +96,3 @@ def _installed_version() -> str | None:
         except metadata.PackageNotFoundError:
             continue
     return None
-
-
-def _run(command: list[str], timeout_s: float) -> tuple[int | None, str, str]:
-    """(exit code or None if it took too long, stdout, stderr); whatever it started is ended with it."""
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    try:
-        out, err = process.communicate(timeout=timeout_s)
-        return process.returncode, out, err
-    except subprocess.TimeoutExpired:
-        return None, "", ""
-    finally:
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        process.wait()
-        for stream in (process.stdout, process.stderr):
-            if stream is not None:
-                stream.close()
