@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from tutorial_lib.config import SamplingParams
-from tutorial_lib.drafters.base import Draft, SlotState
+from tutorial_lib.drafters.base import Draft, Outcome, SlotState
 from tutorial_lib.engine.engine import Engine
 from tutorial_lib.engine.linear import make_linear
 from tutorial_lib.engine.model import Model, ModelConfig, Segment, pack
@@ -84,19 +84,21 @@ class TableModel:
 class Replay:
     """Drafts the known greedy text of every prompt, `right(round, budget)` tokens of it and then wrong ones."""
 
+    feature_layers = ()
+
     def __init__(self, texts: Iterable[Sequence[int]], right: Callable[[int, int], int], vocab_size: int = 320) -> None:
         self.texts, self.right, self.vocab_size = [list(t) for t in texts], right, vocab_size
         self.rounds: dict[int, int] = {}
-        self.observed: list[tuple[int, int]] = []
+        self.observed: list[Outcome] = []
 
-    def reset(self, slot: int, prompt_ids: Sequence[int]) -> None:
+    def reset(self, slot: int, prompt_ids: Sequence[int], features=None) -> None:
         self.rounds[slot] = 0
 
     def propose(self, states: Sequence[SlotState]) -> list[Draft]:
         return [self._draft(s) for s in states]
 
-    def observe(self, accepted: Sequence[tuple[int, int]]) -> None:
-        self.observed += accepted
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        self.observed += outcomes
 
     def _draft(self, state: SlotState) -> Draft:
         ids, budget = state.token_ids, state.budget
@@ -125,7 +127,7 @@ class Around:
 
     def __init__(self, inner, before: Callable[[Sequence[SlotState]], None]) -> None:
         self.inner, self.before = inner, before
-        self.reset, self.observe = inner.reset, inner.observe
+        self.reset, self.observe, self.feature_layers = inner.reset, inner.observe, inner.feature_layers
 
     def propose(self, states: Sequence[SlotState]) -> list[Draft]:
         self.before(states)

@@ -127,11 +127,16 @@ class DecodingBaseConfig:
 @dataclass(frozen=True, kw_only=True)
 class DraftTargetDecodingConfig(DecodingBaseConfig):
     """A second, smaller model proposes (Leviathan et al. 2023, arXiv 2211.17192). `speculative_model_dir` is a
-    checkpoint or an engine directory; `speculative_model` is TensorRT-LLM 1.2's other name for it."""
+    checkpoint or an engine directory; `speculative_model` is TensorRT-LLM 1.2's other name for it.
+
+    confidence_threshold (the workbook's own option): stop drafting after a token to which the drafter gave a lower
+    probability than this; None drafts `max_draft_len` tokens always.
+    """
 
     decoding_type: ClassVar[str] = "Draft_Target"
     speculative_model_dir: str | Path | None = None
     speculative_model: str | Path | None = None
+    confidence_threshold: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -144,6 +149,7 @@ class DraftTargetDecodingConfig(DecodingBaseConfig):
             )
         object.__setattr__(self, "speculative_model_dir", given[0])
         object.__setattr__(self, "speculative_model", given[0])
+        _need_threshold(self.confidence_threshold)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,8 +167,31 @@ class NGramDecodingConfig(DecodingBaseConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SADecodingConfig(DecodingBaseConfig):
+    """Suffix decoding: the longest suffix of the text that occurred before, and what followed it most often (Oliaro et
+    al. 2024, arXiv 2411.04975; the class is named as in TensorRT-LLM from 1.3 on). max_matching_ngram_size: the
+    longest suffix compared, -1 for any length. enable_global_pool: outputs of earlier requests are searched too, the
+    latest `global_pool_size` of them (None: all)."""
+
+    decoding_type: ClassVar[str] = "SA"
+    max_matching_ngram_size: int = -1
+    enable_global_pool: bool = False
+    global_pool_size: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_matching_ngram_size != -1:
+            _need_int("max_matching_ngram_size", self.max_matching_ngram_size, 1)
+        if self.global_pool_size is not None:
+            _need_int("global_pool_size", self.global_pool_size, 1)
+            if not self.enable_global_pool:
+                raise OptionError("global_pool_size is set and enable_global_pool is off", "both or neither")
+
+
+@dataclass(frozen=True, kw_only=True)
 class LookaheadDecodingConfig(DecodingBaseConfig):
-    """Lookahead decoding (Fu et al. 2024, arXiv 2402.02057): Jacobi window W, n-gram size N, verification set G."""
+    """Lookahead decoding (Fu et al. 2024, arXiv 2402.02057): Jacobi window W, n-gram size N, verification set G.
+    (1, 1, 0) is plain decoding. `max_draft_len` follows from N: an n-gram's tokens behind its first."""
 
     decoding_type: ClassVar[str] = "Lookahead"
     max_window_size: int = 4
@@ -170,31 +199,119 @@ class LookaheadDecodingConfig(DecodingBaseConfig):
     max_verification_set_size: int = 4
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "max_draft_len", max(1, self.max_ngram_size - 1))
+        _need_int("max_window_size", self.max_window_size, 1)
+        _need_int("max_ngram_size", self.max_ngram_size, 1)
+        is_plain = self.max_window_size == self.max_ngram_size == 1
+        _need_int("max_verification_set_size", self.max_verification_set_size, 0 if is_plain else 1)
+        if self.max_ngram_size == 1 and (self.max_window_size, self.max_verification_set_size) != (1, 0):
+            raise OptionError("max_ngram_size is 1", "at least 2, or (1, 1, 0) for plain decoding")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSkipDecodingConfig(DecodingBaseConfig):
+    """The target drafts for itself with some of its layers skipped (Zhang et al. 2023, arXiv 2309.08168). The
+    workbook's own: TensorRT-LLM has no such method. skip_layers: layers left out, counted from 0; None: every second
+    one, the first two and the last two kept. confidence_threshold as in `DraftTargetDecodingConfig`."""
+
+    decoding_type: ClassVar[str] = "Layer_Skip"
+    skip_layers: Sequence[int] | None = None
+    confidence_threshold: float | None = None
+
+    def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("max_window_size", "max_ngram_size", "max_verification_set_size"):
-            _need_int(name, getattr(self, name), 1)
+        for layer in self.skip_layers or ():
+            _need_int("skip_layers entry", layer, 0)
+        _need_threshold(self.confidence_threshold)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaDecodingConfig(DecodingBaseConfig):
-    """Medusa heads (Cai et al. 2024, arXiv 2401.10774)."""
+    """Medusa heads (Cai et al. 2024, arXiv 2401.10774). medusa_choices: the tree, as paths of ranks: [0] is the first
+    head's best token, [0, 1] the second head's second best behind it; None takes the checkpoint's own tree.
+    `max_draft_len` is the number of heads used and follows from the choices where they are given."""
 
     decoding_type: ClassVar[str] = "Medusa"
     speculative_model_dir: str | Path | None = None
+    speculative_model: str | Path | None = None
     medusa_choices: Sequence[Sequence[int]] | None = None
     num_medusa_heads: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _one_model(self)
+        if self.num_medusa_heads is not None:
+            _need_int("num_medusa_heads", self.num_medusa_heads, 1)
+        if self.medusa_choices is not None:
+            choices = check_choices("medusa_choices", self.medusa_choices)
+            object.__setattr__(self, "medusa_choices", choices)
+            object.__setattr__(self, "max_draft_len", max(map(len, choices)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class EagleDecodingConfig(DecodingBaseConfig):
-    """EAGLE heads; TensorRT-LLM 1.2 reads this as EAGLE-3 (Li et al. 2025, arXiv 2503.01840). `eagle_choices` and
-    `num_eagle_layers` shape the tree of EAGLE-1/2 in its engine flow; EAGLE-3 drafts a chain."""
+    """EAGLE-3 (Li et al. 2025, arXiv 2503.01840), as TensorRT-LLM 1.2 reads this class. A chain of `max_draft_len`
+    tokens, or a tree: a fixed one by `eagle_choices` (as `medusa_choices`), or with `use_dynamic_tree` the
+    `max_total_draft_tokens` likeliest nodes of a beam of `dynamic_tree_max_topK` candidates per step (EAGLE-2, arXiv
+    2406.16858). `confidence_threshold` as in `DraftTargetDecodingConfig`, for chains."""
 
     decoding_type: ClassVar[str] = "Eagle"
     speculative_model_dir: str | Path | None = None
+    speculative_model: str | Path | None = None
     eagle3_one_model: bool = True
     eagle_choices: Sequence[Sequence[int]] | None = None
+    use_dynamic_tree: bool = False
+    dynamic_tree_max_topK: int | None = None
+    max_total_draft_tokens: int | None = None
     num_eagle_layers: int | None = None
+    confidence_threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _one_model(self)
+        if self.eagle_choices is not None:
+            if self.use_dynamic_tree:
+                raise OptionError("eagle_choices and use_dynamic_tree are both given", "one of them")
+            choices = check_choices("eagle_choices", self.eagle_choices)
+            object.__setattr__(self, "eagle_choices", choices)
+            object.__setattr__(self, "max_draft_len", max(map(len, choices)))
+        for name in ("dynamic_tree_max_topK", "max_total_draft_tokens"):
+            if getattr(self, name) is not None:
+                _need_int(name, getattr(self, name), 1)
+                if not self.use_dynamic_tree:
+                    raise OptionError(f"{name} is set and use_dynamic_tree is off", "both or neither")
+        _need_threshold(self.confidence_threshold)
+        is_tree = self.use_dynamic_tree or self.eagle_choices is not None
+        if is_tree and self.confidence_threshold is not None:
+            raise OptionError("confidence_threshold with a tree", "a chain", "leave one of the two out")
+
+
+def check_choices(name: str, choices: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Paths of ranks as tuples, parents before children; `OptionError` for a path whose beginning is not among them."""
+    paths = sorted({tuple(c) for c in choices}, key=lambda path: (len(path), path))
+    if not paths or not paths[0]:
+        raise OptionError(f"{name} is {list(choices)!r}", "paths of ranks such as [[0], [1], [0, 0]]")
+    for path in paths:
+        for rank in path:
+            _need_int(f"rank in {name}", rank, 0)
+        if len(path) > 1 and path[:-1] not in paths:
+            raise OptionError(f"{name} holds {list(path)} without {list(path[:-1])}", "every beginning of every path")
+    return tuple(paths)
+
+
+def _one_model(config: MedusaDecodingConfig | EagleDecodingConfig) -> None:
+    given = [x for x in (config.speculative_model_dir, config.speculative_model) if x is not None]
+    if len(given) > 1:
+        raise OptionError(
+            f"{type(config).__name__} got speculative_model and speculative_model_dir", "one of the two names"
+        )
+    for name in ("speculative_model_dir", "speculative_model"):
+        object.__setattr__(config, name, given[0] if given else None)
+
+
+def _need_threshold(value: float | None) -> None:
+    if value is not None:
+        _need_float("confidence_threshold", value, 0, 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import torch
 from stand_ins import PROMPTS, greedy, model_of, run, tiny_model, tiny_tensors
 
 from tutorial_lib.config import SamplingParams
-from tutorial_lib.drafters.base import SlotState
+from tutorial_lib.drafters.base import Outcome, SlotState
 from tutorial_lib.drafters.draft_model import DraftModelDrafter
 from tutorial_lib.engine.model import PREFILL_CHUNK, Segment
 from tutorial_lib.engine.sampling import Purpose, draw, probabilities, uniform
@@ -53,7 +53,7 @@ def test_after_a_time_without_drafts_acceptance_is_as_before(target, twin):
     drafter.reset(0, text[:2])
     for length, budget in ((3, 4), (6, 0), (9, 0), (25, 0), (26, 4), (31, 4), (31, 2)):
         (draft,) = drafter.propose([state(text[:length], budget)])
-        drafter.observe([(0, 0)])
+        drafter.observe([Outcome(0)])
         assert list(draft.tokens) == text[length : length + budget]
 
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from tutorial_lib.config import NGramDecodingConfig, SamplingParams
-from tutorial_lib.drafters.base import SlotState
+from tutorial_lib.drafters.base import Outcome, SlotState
 from tutorial_lib.drafters.ngram import NGramDrafter
 
 TEXT = [1, 2, 3, 4, 5, 1, 2, 3, 9, 9, 1, 2, 3]
@@ -100,5 +100,5 @@ def test_a_growing_text_is_searched_as_a_whole(size, is_use_oldest):
             budget = generator.randint(0, 6)
             expected = lookup(ids, size, budget, is_use_oldest, [3])
             assert list(propose(drafter, ids, budget, slot=2)) == expected
-            drafter.observe([(2, generator.randint(0, len(expected)))])
+            drafter.observe([Outcome(2, tuple(range(generator.randint(0, len(expected)))))])
             ids = ids + [generator.randrange(4) for _ in range(generator.randint(1, 5))]

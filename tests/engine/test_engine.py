@@ -480,12 +480,14 @@ def transitions(model, drafter, k: int, tokens: int, **options) -> torch.Tensor:
 class Fixed:
     """Drafts the same tokens always; q is one-hot."""
 
+    feature_layers = ()
+
     def __init__(self, tokens) -> None:
         self.tokens = tokens
 
-    def reset(self, slot, prompt_ids) -> None: ...
+    def reset(self, slot, prompt_ids, features=None) -> None: ...
 
-    def observe(self, accepted) -> None: ...
+    def observe(self, outcomes) -> None: ...
 
     def propose(self, states):
         return [Draft(self.tokens[: s.budget]) for s in states]

@@ -519,9 +519,11 @@ def test_a_drafter_that_agrees_in_distribution_is_always_accepted(model, twin, p
 class Fixed:
     """Drafts the same tokens always; q is one-hot."""
 
-    def reset(self, slot, prompt_ids) -> None: ...
+    feature_layers = ()
 
-    def observe(self, accepted) -> None: ...
+    def reset(self, slot, prompt_ids, features=None) -> None: ...
+
+    def observe(self, outcomes) -> None: ...
 
     def propose(self, states):
         return [Draft((1, 2, 1)[: s.budget]) for s in states]

@@ -17,7 +17,7 @@ import torch
 from ..config import SamplingParams
 from ..engine.model import Model, Segment, prefill
 from ..engine.sampling import Purpose, draw, penalize_repetition, probabilities, uniform
-from .base import Draft, SlotState
+from .base import Draft, Outcome, SlotState
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,9 @@ class DraftModelDrafter:
         self._known: dict[int, int] = {}  # slot -> how many of them are certainly text
         self._has_noted_limit = False
 
-    def reset(self, slot: int, prompt_ids: Sequence[int]) -> None:
+    feature_layers: tuple[int, ...] = ()
+
+    def reset(self, slot: int, prompt_ids: Sequence[int], features: torch.Tensor | None = None) -> None:
         """Prefill the drafter with the prompt, as far as its own context reaches."""
         prompt = list(prompt_ids[: self.model.max_seq_len])
         prefill(self.model, self._readable(prompt), slot)
@@ -53,7 +55,7 @@ class DraftModelDrafter:
             feed = {i: tokens[i][-1:] for i in feed if len(tokens[i]) < budgets[i]}
         return [Draft(tuple(t), probs=torch.stack(q) if q else None) for t, q in zip(tokens, probs, strict=True)]
 
-    def observe(self, accepted: Sequence[tuple[int, int]]) -> None:
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Nothing to do: the next `propose` compares its cache with the text."""
 
     def _budget(self, state: SlotState) -> int:

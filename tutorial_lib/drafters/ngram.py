@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ..config import NGramDecodingConfig
-from .base import Draft, SlotState
+from .base import Draft, Outcome, SlotState
 
 
 class NGramDrafter:
+    feature_layers: tuple[int, ...] = ()
+
     def __init__(self, config: NGramDecodingConfig, stop_ids: Iterable[int]) -> None:
         self._sizes = range(config.max_matching_ngram_size, 0, -1)
         self._is_use_oldest = config.is_use_oldest
@@ -21,13 +23,13 @@ class NGramDrafter:
         self._follows: dict[int, dict[tuple[int, ...], int]] = {}  # slot -> n-gram -> index of the token after it
         self._indexed: dict[int, int] = {}  # slot -> how many tokens are indexed
 
-    def reset(self, slot: int, prompt_ids: Sequence[int]) -> None:
+    def reset(self, slot: int, prompt_ids: Sequence[int], features: object = None) -> None:
         self._follows[slot], self._indexed[slot] = {}, 0
 
     def propose(self, states: Sequence[SlotState]) -> list[Draft]:
         return [Draft(tuple(self._lookup(s))) for s in states]
 
-    def observe(self, accepted: Sequence[tuple[int, int]]) -> None:
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Only emitted text is indexed, so there is nothing to take back."""
 
     def _lookup(self, state: SlotState) -> list[int]:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from ..config import SamplingParams
-from ..drafters.base import Draft, Drafter, SlotState
+from ..drafters.base import Draft, Drafter, Outcome, SlotState
 from ..errors import OptionError, PromptError
 from ..results import Generation, Round
 from .detokenize import Detokenizer
@@ -208,12 +208,12 @@ class Engine:
             rows += block
         logits = self.target.logits(self.target.forward(rows, segments))
         choices = self._argmax(logits)
-        accepted, row = [], 0
+        outcomes, row = [], 0
         for request, draft, segment in zip(active, drafts, segments, strict=True):
             own = slice(row, row + segment.rows)
             verdict = self._judge(request, draft, logits[own], choices[own])
             emitted = self._emit(request, verdict, logits[own])
-            accepted.append((request.slot, verdict.accepted))
+            outcomes.append(Outcome(request.slot, tuple(range(verdict.accepted)), tuple(choices[own])))
             ended = time.perf_counter()
             request.latency_s = ended - request.start_s
             request.rounds.append(
@@ -228,7 +228,7 @@ class Engine:
             )
             row += segment.rows
         if self.drafter:
-            self.drafter.observe(accepted)
+            self.drafter.observe(outcomes)
 
     def _draft(self, active: Sequence[Request]) -> list[Draft]:
         if not self.drafter:
@@ -319,7 +319,7 @@ class Engine:
 
         def draft() -> None:
             drafter.propose([SlotState(slot, ids[: next(lengths)], max_draft_len, SamplingParams(), 0)])
-            drafter.observe([(slot, 0)])
+            drafter.observe([Outcome(slot)])
 
         return _median_s(draft, repeats)
 

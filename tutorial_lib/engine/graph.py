@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from ..config import SamplingParams, SimulatedAcceptance
-from ..drafters.base import Drafter, SlotState
+from ..drafters.base import Drafter, Outcome, SlotState
 from ..errors import OptionError
 from ..results import Round
 from .device_sampling import SlotParams, accept_greedy, accept_sampled, draw, probabilities, uniform
@@ -447,13 +447,13 @@ class GpuEngine(Engine):
             event.synchronize()
         began, drafted, ended = stamps.tolist()
         now = time.perf_counter()
-        accepted_by_slot = []
+        outcomes = []
         for request, row, length in zip(active, out.tolist(), lengths.tolist(), strict=False):
             if request.finish_reason:
                 continue
             accepted, token, drafts = row[0], row[1], row[2 : 2 + length]
             emitted = self._emit(request, Verdict(accepted, (*drafts[:accepted], token)), None)  # type: ignore[arg-type]
-            accepted_by_slot.append((request.slot, accepted))
+            outcomes.append(Outcome(request.slot, tuple(range(accepted))))
             request.latency_s = now - request.start_s
             request.rounds.append(
                 Round(
@@ -466,7 +466,7 @@ class GpuEngine(Engine):
                 )
             )
         if self.drafter is not None:
-            self.drafter.observe(accepted_by_slot)
+            self.drafter.observe(outcomes)
 
     # ---------------------------------------------------------------------------------------------------- calibration
 
