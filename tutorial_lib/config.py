@@ -118,6 +118,7 @@ class DecodingBaseConfig:
     asked for by leaving `speculative_config` out, so 0 is refused here."""
 
     decoding_type: ClassVar[str] = ""
+    own_options: ClassVar[tuple[str, ...]] = ()  # the workbook's own: a library that lacks them refuses them by name
     max_draft_len: int = 4
 
     def __post_init__(self) -> None:
@@ -134,6 +135,7 @@ class DraftTargetDecodingConfig(DecodingBaseConfig):
     """
 
     decoding_type: ClassVar[str] = "Draft_Target"
+    own_options: ClassVar[tuple[str, ...]] = ("confidence_threshold",)
     speculative_model_dir: str | Path | None = None
     speculative_model: str | Path | None = None
     confidence_threshold: float | None = None
@@ -215,6 +217,7 @@ class LayerSkipDecodingConfig(DecodingBaseConfig):
     one, the first two and the last two kept. confidence_threshold as in `DraftTargetDecodingConfig`."""
 
     decoding_type: ClassVar[str] = "Layer_Skip"
+    own_options: ClassVar[tuple[str, ...]] = ("skip_layers", "confidence_threshold")
     skip_layers: Sequence[int] | None = None
     confidence_threshold: float | None = None
 
@@ -256,6 +259,7 @@ class EagleDecodingConfig(DecodingBaseConfig):
     2406.16858). `confidence_threshold` as in `DraftTargetDecodingConfig`, for chains."""
 
     decoding_type: ClassVar[str] = "Eagle"
+    own_options: ClassVar[tuple[str, ...]] = ("confidence_threshold",)
     speculative_model_dir: str | Path | None = None
     speculative_model: str | Path | None = None
     eagle3_one_model: bool = True

@@ -110,7 +110,7 @@ class Recorder:
         dated = [(origin["time_utc"], i) for i, origin in enumerate(origins) if origin]
         if not dated:
             raise OptionError(
-                f"no record of notebook {self.notebook} in {folder}",
+                f"there is no record of notebook {self.notebook}",
                 "one for profile replay",
                 "run it in profile cpu",
             )
