@@ -71,8 +71,12 @@ class TableModel:
         self.table, self.max_slots, self.max_seq_len = table, max_slots, max_seq_len
         self.config = ModelConfig.from_hf({**dummy_config("dummy:tiny-llama")[0], "vocab_size": table.shape[0]})
 
-    def forward(self, token_ids: Sequence[int], segments: Sequence[Segment]) -> torch.Tensor:
+    features = None
+
+    def forward(self, token_ids: Sequence[int], segments: Sequence[Segment], *, feature_layers=()) -> torch.Tensor:
         return torch.tensor(token_ids)
+
+    def keep(self, slot: int, start: int, rows: Sequence[int]) -> None: ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.table[hidden]

@@ -27,10 +27,12 @@ from .errors import OptionError
 class Round:
     """One draft and one verification for one request.
 
-    drafted: token ids proposed (may be empty: nothing was proposed). accepted: how many of them, a leading run, were
-    accepted. emitted: ids that entered the text in this round: the accepted ones and the bonus token, cut where the
-    request stopped. draft_s, verify_s: seconds this round spent drafting and verifying (shared by all requests of
-    the batch). end_s: seconds since the request's start when its tokens were known.
+    drafted: token ids proposed (may be empty: nothing was proposed). accepted: how many of them were accepted: of a
+    chain a leading run, of a tree a branch from its root on. emitted: ids that entered the text in this round: the
+    accepted ones and the bonus token, cut where the request stopped. draft_s, verify_s: seconds this round spent
+    drafting and verifying (shared by all requests of the batch). end_s: seconds since the request's start when its
+    tokens were known. parents, path: None for a chain; for a tree the index that every drafted token follows (-1: the
+    text), and the indices of the accepted ones.
     """
 
     drafted: tuple[int, ...]
@@ -39,6 +41,23 @@ class Round:
     draft_s: float
     verify_s: float
     end_s: float
+    parents: tuple[int, ...] | None = None
+    path: tuple[int, ...] | None = None
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """For every drafted token its position in the draft, from 1: how many tokens it stands behind the text."""
+        if self.parents is None:
+            return tuple(range(1, len(self.drafted) + 1))
+        found: list[int] = []
+        for parent in self.parents:
+            found.append(1 if parent < 0 else found[parent] + 1)
+        return tuple(found)
+
+    @property
+    def depth(self) -> int:
+        """Positions drafted: the length of a chain, of a tree that of its longest branch."""
+        return max(self.depths, default=0)
 
 
 @dataclass

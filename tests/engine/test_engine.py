@@ -417,7 +417,7 @@ def test_an_interrupt_leaves_the_engine_usable(where, error, target, texts, piec
     drafter = Around(oracle(texts), fuse if where == "drafter" else lambda states: None)
     if where == "prefill":
         inner = drafter.reset
-        drafter.reset = lambda slot, ids: (fuse(), inner(slot, ids))
+        drafter.reset = lambda *arguments: (fuse(), inner(*arguments))
     engine = Engine(target, pieces, (), drafter=drafter, max_draft_len=2)
     params = [SamplingParams(max_tokens=LENGTH)] * 3
     expected = [t[len(p) :][:LENGTH] for p, t in zip(PROMPTS, texts, strict=True)]

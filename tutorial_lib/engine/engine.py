@@ -5,11 +5,13 @@
         drafts  = drafter.propose(active)                      # nothing, without a drafter
         logits  = target.forward(last token + drafts, ragged)   # one pass, K + 1 rows for each request
         verdict = accept(drafts, logits)                        # verify.py
+        keep the accepted branch, where the draft was a tree
         emit the accepted tokens and the bonus token, stop where the request says so
 
 Each request keeps its own length, so requests that accept differently never disturb each other, and rolling back is
-not moving anything: the next forward simply starts at the request's length. Stop conditions are applied to every
-emitted token in turn, never to a whole block.
+not moving anything: the next forward simply starts at the request's length. A chain is the tree without branches;
+its accepted tokens already lie where the text continues, those of a tree are moved there. Stop conditions are applied
+to every emitted token in turn, never to a whole block.
 """
 
 from __future__ import annotations
@@ -18,20 +20,22 @@ import secrets
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from ..config import SamplingParams
-from ..drafters.base import Draft, Drafter, Outcome, SlotState
-from ..errors import OptionError, PromptError
+from ..drafters.base import ROOT, Draft, Drafter, Outcome, SlotState
+from ..errors import DAMAGED_LOGITS, OptionError, PromptError
 from ..results import Generation, Round
 from .detokenize import Detokenizer
 from .model import Model, Segment, prefill
 from .sampling import Purpose, penalize_repetition, probabilities, uniform
-from .verify import Verdict, accept_greedy, accept_sampled
+from .verify import Rows, Verdict, accept_greedy, accept_sampled
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -95,6 +99,13 @@ class Engine:
         self.drafter, self.max_draft_len = drafter, max_draft_len if drafter else 0
         self.max_seq_len = target.max_seq_len
         self._free = list(range(target.max_slots))[::-1]
+        last = target.config.num_layers + 1
+        if bad := [n for n in self._feature_layers if not 0 <= n <= last]:
+            raise OptionError(f"the drafter reads layer {bad[0]} of the target", f"layers from 0 to {last}")
+
+    @property
+    def _feature_layers(self) -> tuple[int, ...]:
+        return self.drafter.feature_layers if self.drafter else ()
 
     # ------------------------------------------------------------------------------------------------------- requests
 
@@ -188,14 +199,15 @@ class Engine:
 
     def _prefill(self, request: Request) -> None:
         ids = request.prompt_ids
-        hidden = prefill(self.target, ids, request.slot)
+        hidden = prefill(self.target, ids, request.slot, self._feature_layers)
+        features = self.target.features
         logits = self.target.logits(hidden[-1:])
-        verdict = self._judge(request, Draft(), logits)
+        verdict = self._judge(request, Draft(), logits, self._argmax(logits))
         now = time.perf_counter() - request.start_s
         request.ttft_s = request.latency_s = now
         self._emit(request, verdict, logits)
         if self.drafter and not request.finish_reason:
-            self.drafter.reset(request.slot, ids)
+            self.drafter.reset(request.slot, ids, features)
 
     def _round(self, active: Sequence[Request]) -> None:
         began = time.perf_counter()
@@ -204,16 +216,18 @@ class Engine:
         rows, segments = [], []
         for request, draft in zip(active, drafts, strict=True):
             block = [request.token_ids[-1], *draft.tokens]
-            segments.append(Segment(request.slot, len(request.token_ids) - 1, len(block)))
+            segments.append(Segment(request.slot, len(request.token_ids) - 1, len(block), draft.parents))
             rows += block
-        logits = self.target.logits(self.target.forward(rows, segments))
-        choices = self._argmax(logits)
+        logits = self.target.logits(self.target.forward(rows, segments, feature_layers=self._feature_layers))
+        features, choices = self.target.features, self._argmax(logits)
         outcomes, row = [], 0
         for request, draft, segment in zip(active, drafts, segments, strict=True):
             own = slice(row, row + segment.rows)
             verdict = self._judge(request, draft, logits[own], choices[own])
+            self.target.keep(request.slot, segment.start, verdict.rows[1:])
             emitted = self._emit(request, verdict, logits[own])
-            outcomes.append(Outcome(request.slot, tuple(range(verdict.accepted)), tuple(choices[own])))
+            seen = None if features is None else features[own][list(verdict.rows)]
+            outcomes.append(Outcome(request.slot, verdict.path, tuple(choices[own]), seen))
             ended = time.perf_counter()
             request.latency_s = ended - request.start_s
             request.rounds.append(
@@ -224,6 +238,8 @@ class Engine:
                     draft_s=drafted - began,
                     verify_s=ended - drafted,
                     end_s=request.latency_s,
+                    parents=draft.parents,
+                    path=None if draft.parents is None else verdict.path,
                 )
             )
             row += segment.rows
@@ -236,7 +252,28 @@ class Engine:
         states = [
             SlotState(r.slot, r.token_ids, min(self.max_draft_len, r.remaining - 1), r.params, r.seed) for r in active
         ]
-        return self.drafter.propose(states)
+        drafts = self.drafter.propose(states)
+        return [self._fitting(draft, state) for draft, state in zip(drafts, states, strict=True)]
+
+    def _fitting(self, draft: Draft, state: SlotState) -> Draft:
+        """The draft, cut at its end where the cache has no row for all of it: a wide tree can take more rows than the
+        text has positions left. Tokens come after their parents, so what remains is whole."""
+        if draft.parents is not None and (
+            len(draft.parents) != len(draft.tokens)
+            or any(not ROOT <= parent < index for index, parent in enumerate(draft.parents))
+        ):
+            raise OptionError(
+                f"the drafter proposed {len(draft.tokens)} tokens with parents {draft.parents}",
+                f"for every token the index of an earlier one, or {ROOT} for the text",
+            )
+        room = self.max_seq_len - len(state.token_ids)
+        if len(draft.tokens) <= room:
+            return draft
+        return Draft(
+            draft.tokens[:room],
+            None if draft.parents is None else draft.parents[:room],
+            None if draft.probs is None else draft.probs[:room],
+        )
 
     # ---------------------------------------------------------------------------------------------- accept, emit, stop
 
@@ -244,35 +281,30 @@ class Engine:
     def _argmax(logits: torch.Tensor) -> list[int]:
         values, ids = logits.max(-1)
         if not bool(torch.isfinite(values).all()):
-            raise FloatingPointError("the target's logits hold NaN or infinity: the weights or the cache are damaged")
+            raise FloatingPointError(DAMAGED_LOGITS)
         return ids.tolist()
 
-    def _judge(
-        self, request: Request, draft: Draft, logits: torch.Tensor, choices: Sequence[int] | None = None
-    ) -> Verdict:
-        """Apply the acceptance rule to one request's rows. logits: [len(draft) + 1, V]."""
-        params = request.params
-        if choices is None:
-            choices = self._argmax(logits)
-        if params.is_greedy and params.repetition_penalty in (None, 1.0):
-            return accept_greedy(draft.tokens, choices)
-        if params.repetition_penalty not in (None, 1.0):
-            texts = [request.token_ids + list(draft.tokens[:i]) for i in range(len(draft.tokens) + 1)]
-            logits = torch.stack(
-                [penalize_repetition(x, t, params.repetition_penalty) for x, t in zip(logits, texts, strict=True)]
-            )
-            if params.is_greedy:
-                return accept_greedy(draft.tokens, self._argmax(logits))
-        position = len(request.token_ids)
-        p = [probabilities(row, params) for row in logits]
+    def _judge(self, request: Request, draft: Draft, logits: torch.Tensor, choices: Rows[int]) -> Verdict:
+        """Apply the acceptance rule to one request's rows. logits: [len(draft) + 1, V], choices: their argmax."""
+        params, penalty, text = request.params, request.params.repetition_penalty or 1.0, request.token_ids
+        shaped: Rows[torch.Tensor] = logits
+        if penalty != 1.0:  # what a row's token repeats hangs on the branch that leads to it
+            shaped = _Lazy(lambda row: penalize_repetition(logits[row], text + _branch(draft, row), penalty))
+            choices = _Lazy(lambda row: int(shaped[row].argmax()))
+        if params.is_greedy:
+            return accept_greedy(draft.tokens, choices, draft.parents)
         return accept_sampled(
-            draft.tokens, draft.probs, p, lambda i, purpose: uniform(request.seed, position + i, Purpose(purpose))
+            draft.tokens,
+            draft.probs,
+            _Lazy(lambda row: probabilities(shaped[row], params)),
+            lambda i, purpose: uniform(request.seed, len(text) + i, Purpose(purpose)),
+            draft.parents,
         )
 
     def _emit(self, request: Request, verdict: Verdict, logits: torch.Tensor) -> tuple[int, ...]:
         """Append the verdict's tokens one by one until one of them ends the request. Returns those appended."""
         emitted = []
-        for row, token in enumerate(verdict.emitted):
+        for row, token in zip(verdict.rows, verdict.emitted, strict=True):
             emitted.append(token)
             request.token_ids.append(token)
             if request.logprobs is not None:
@@ -314,12 +346,19 @@ class Engine:
         drafter, calls = self.drafter, repeats + 1
         slot = self._idle_slot(context + calls + max_draft_len)
         ids = _arbitrary_ids(self.target.config.vocab_size, context + calls)
-        drafter.reset(slot, ids[:context])
+        features = None
+        if drafter.feature_layers:
+            prefill(self.target, ids, slot, drafter.feature_layers)
+            features = self.target.features
+        drafter.reset(slot, ids[:context], None if features is None else features[:context])
         lengths = iter(range(context + 1, context + calls + 1))
 
         def draft() -> None:
-            drafter.propose([SlotState(slot, ids[: next(lengths)], max_draft_len, SamplingParams(), 0)])
-            drafter.observe([Outcome(slot)])
+            length = next(lengths)
+            (found,) = drafter.propose([SlotState(slot, ids[:length], max_draft_len, SamplingParams(), 0)])
+            choices = (*ids[length : length + 1], *found.tokens)[: len(found.tokens) + 1]
+            root = None if features is None else features[length - 1 : length]
+            drafter.observe([Outcome(slot, (), choices, root)])
 
         return _median_s(draft, repeats)
 
@@ -331,6 +370,26 @@ class Engine:
         if not self._free:
             raise OptionError("every slot is held by an open stream", "a free one", "finish or close a stream")
         return self._free[-1]
+
+
+class _Lazy(Generic[T]):
+    """Rows that are computed when they are asked for: acceptance walks past few rows of a wide tree."""
+
+    def __init__(self, compute: Callable[[int], T]) -> None:
+        self._compute = compute
+
+    def __getitem__(self, row: int) -> T:
+        return self._compute(row)
+
+
+def _branch(draft: Draft, row: int) -> list[int]:
+    """The draft tokens that lead to target row `row`: of token row - 1 its ancestors and itself."""
+    tokens: list[int] = []
+    tree, index = draft.tree, row - 1
+    while index != ROOT:
+        tokens.insert(0, draft.tokens[index])
+        index = tree[index]
+    return tokens
 
 
 def _logprobs(logits: torch.Tensor, token: int, top: int) -> dict[int, float]:

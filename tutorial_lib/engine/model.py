@@ -4,9 +4,12 @@ A forward takes rows, not a padded batch: every active sequence contributes the 
 one token, or K + 1 tokens to verify), the matrix products run over all rows together and attention runs per sequence
 against that sequence's own cache. Sequences of different lengths therefore never see each other.
 
+A sequence's rows may form a tree (several continuations of one text in a single pass): a row then stands at the depth
+of its branch and sees the text and its own ancestors only. A chain is the tree without branches.
+
 Packing (done once, by `build`) fuses q, k, v and gate, up, and interleaves each head's rotary pairs so that rotation
 is one complex multiplication. Follows `transformers`' Llama, Qwen2 (bias), Qwen3 (q/k norm) and Mistral (window);
-rope scaling "llama3" as in Meta's Llama 3.1. Knows nothing of speculation.
+rope scaling "llama3" as in Meta's Llama 3.1. Knows nothing of drafting and acceptance.
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -217,11 +222,36 @@ def _interleave(weight: torch.Tensor, heads: int, head_dim: int) -> torch.Tensor
 
 @dataclass(frozen=True)
 class Segment:
-    """`rows` consecutive rows of a forward that belong to `slot`, at positions `start` … `start + rows - 1`."""
+    """`rows` consecutive rows of a forward that belong to `slot`; their keys and values go to cache rows `start` …
+    `start + rows - 1`, in order.
+
+    parents: None for a chain, each row of which follows the one before. For a tree an entry for every row but the
+    first, the root: row i + 1 follows row `parents[i] + 1`, an earlier one (-1 is the root).
+    """
 
     slot: int
     start: int
     rows: int
+    parents: tuple[int, ...] | None = None
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """How far behind the first row each one stands: its position is `start` + depth."""
+        if self.parents is None:
+            return tuple(range(self.rows))
+        found = [0]
+        for parent in self.parents:
+            found.append(found[parent + 1] + 1)
+        return tuple(found)
+
+    def visible(self) -> torch.Tensor:
+        """bool [rows, rows]: which rows of the segment a row sees, its ancestors and itself."""
+        if self.parents is None:
+            return torch.ones(self.rows, self.rows, dtype=torch.bool).tril_()
+        seen = np.eye(self.rows, dtype=bool)
+        for i, parent in enumerate(self.parents):
+            seen[i + 1] |= seen[parent + 1]
+        return torch.from_numpy(seen)
 
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
@@ -258,8 +288,11 @@ class Model:
 
     linears: name -> callable x [rows, in] -> [rows, out]; vectors: norms; embed: [V, H]. cache: one tensor
     [layers, slots, 2 * kv_heads, max_seq_len, head_dim] (keys, then values). Rows at and after a segment's end are
-    never read, so what a rejected draft left there cannot matter.
+    never read, so what a rejected draft left there cannot matter. features: [rows, layers * H], the hidden states that
+    the latest `forward` or `prefill` was asked for; None if it was not asked.
     """
+
+    features: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -279,20 +312,25 @@ class Model:
         shape = (config.num_layers, max_slots, 2 * config.num_kv_heads, max_seq_len, config.head_dim)
         self.cache = torch.empty(shape, dtype=self.dtype, device=self.device)
         self.rotations = rotary_table(config, max_seq_len).to(self.device)
-        self._masks: dict[tuple[int, int], torch.Tensor] = {}
+        self._masks: dict[int, torch.Tensor] = {}
 
     @torch.inference_mode()
-    def forward(self, token_ids: Sequence[int], segments: Sequence[Segment]) -> torch.Tensor:
+    def forward(
+        self, token_ids: Sequence[int], segments: Sequence[Segment], *, feature_layers: Sequence[int] = ()
+    ) -> torch.Tensor:
         """Run the rows and write their keys and values. Returns final hidden states [rows, H], normed for the head.
 
-        The caller keeps every position below `max_seq_len` and every slot below `max_slots`.
+        feature_layers: whose states to leave in `features`, side by side: n is the residual stream after n layers (0:
+        the embeddings), `num_layers` + 1 what is returned. The caller keeps every cache row below `max_seq_len` and
+        every slot below `max_slots`.
         """
         config = self.config
         heads, kv_heads, head_dim, eps = config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps
         ids = torch.tensor(token_ids, device=self.device)
         rows, width, inner = len(token_ids), (config.hidden_size,), config.intermediate_size
-        rotations = self._rotations(segments)
+        rotations, masks = self._rotations(segments), [self._mask(s) for s in segments]
         x = F.embedding(ids, self.embed)
+        states = {0: x}
         for layer, (qkv_proj, o_proj, gate_up, down, input_norm, post_norm, q_norm, k_norm) in enumerate(self.layers):
             qkv = qkv_proj(F.rms_norm(x, width, input_norm, eps)).view(rows, heads + 2 * kv_heads, head_dim)
             if q_norm is not None:
@@ -301,45 +339,62 @@ class Model:
                     qkv[:, heads : heads + kv_heads], (head_dim,), k_norm, eps
                 )
             qkv = _rotate(qkv, heads + kv_heads, rotations)
-            x = x + o_proj(self._attend(layer, qkv, segments))
+            x = x + o_proj(self._attend(layer, qkv, segments, masks))
             hidden = gate_up(F.rms_norm(x, width, post_norm, eps))
             x = x + down(F.silu(hidden[:, :inner]).mul_(hidden[:, inner:]))
-        return F.rms_norm(x, width, self.norm, eps)
+            if layer + 1 in feature_layers:
+                states[layer + 1] = x
+        x = states[config.num_layers + 1] = F.rms_norm(x, width, self.norm, eps)
+        self.features = torch.cat([states[n] for n in feature_layers], -1) if feature_layers else None
+        return x
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [rows, head rows]."""
         return self.head(hidden).float()
 
+    @torch.inference_mode()
+    def keep(self, slot: int, start: int, rows: Sequence[int]) -> None:
+        """Make one branch of a tree the text: move the keys and values of its rows (counted from `start`, the root,
+        in increasing order) to the places behind `start`, in every layer and in place."""
+        if any(row != place for place, row in enumerate(rows, start=1)):
+            cache = self.cache[:, slot]
+            cache[:, :, start + 1 : start + 1 + len(rows)] = cache[:, :, [start + row for row in rows]]
+
     def _rotations(self, segments: Sequence[Segment]) -> torch.Tensor:
-        parts = [self.rotations[s.start : s.start + s.rows] for s in segments]
+        parts = [
+            self.rotations[s.start : s.start + s.rows]
+            if s.parents is None
+            else self.rotations[[s.start + depth for depth in s.depths]]
+            for s in segments
+        ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _attend(self, layer: int, qkv: torch.Tensor, segments: Sequence[Segment]) -> torch.Tensor:
+    def _attend(
+        self, layer: int, qkv: torch.Tensor, segments: Sequence[Segment], masks: Sequence[torch.Tensor | None]
+    ) -> torch.Tensor:
         """Append each segment's keys and values, then attend over that slot's own past. Returns [rows, heads * D]."""
         if len(segments) == 1:
-            return self._attend_one(layer, qkv, segments[0])
+            return self._attend_one(layer, qkv, segments[0], masks[0])
         out, row = [], 0
-        for segment in segments:
-            out.append(self._attend_one(layer, qkv[row : row + segment.rows], segment))
+        for segment, mask in zip(segments, masks, strict=True):
+            out.append(self._attend_one(layer, qkv[row : row + segment.rows], segment, mask))
             row += segment.rows
         return torch.cat(out)
 
-    def _attend_one(self, layer: int, qkv: torch.Tensor, segment: Segment) -> torch.Tensor:
+    def _attend_one(self, layer: int, qkv: torch.Tensor, segment: Segment, mask: torch.Tensor | None) -> torch.Tensor:
         config = self.config
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         group, rows, end = heads // kv_heads, segment.rows, segment.start + segment.rows
         cache = self.cache[layer, segment.slot]
         cache[:, segment.start : end] = qkv[:, heads:].transpose(0, 1)
-        first = self._first_visible(segment)
-        past = cache[:, first:end]
+        past = cache[:, self._first_visible(segment) : end]
         # Query heads that share a key head are stacked as rows, so grouped attention is one batched product.
         if rows == 1:
             queries = qkv[:, :heads].reshape(1, kv_heads, group, head_dim)
         else:
             queries = qkv[:, :heads].view(rows, kv_heads, group, head_dim).permute(1, 0, 2, 3)
             queries = queries.reshape(1, kv_heads, rows * group, head_dim)
-        mask = None if rows == 1 else self._mask(segment, first)
         out = F.scaled_dot_product_attention(
             queries, past[:kv_heads].unsqueeze(0), past[kv_heads:].unsqueeze(0), attn_mask=mask
         )
@@ -351,32 +406,43 @@ class Model:
         window = self.config.sliding_window
         return 0 if window is None else max(0, segment.start - window + 1)
 
-    def _mask(self, segment: Segment, first: int) -> torch.Tensor:
-        """Additive mask [rows * group, end - first]: row r sees positions up to its own, at most a window back."""
-        rows, length = segment.rows, segment.start + segment.rows - first
+    def _mask(self, segment: Segment) -> torch.Tensor | None:
+        """Additive mask [rows * group, cache rows from the first visible one]: a row sees the past, its ancestors and
+        itself, at most a window back. None for a single row, which sees all of that."""
+        rows, start, first = segment.rows, segment.start, self._first_visible(segment)
         group = self.config.num_heads // self.config.num_kv_heads
         window = self.config.sliding_window
-        if window is None and rows <= 64:
-            base = self._masks.get((rows, 0))
+        if rows == 1:
+            return None
+        if window is None and segment.parents is None and rows <= 64:
+            base = self._masks.get(rows)
             if base is None:  # every chain of this many rows sees all of the past: one wide mask, sliced at the left
-                wide = torch.zeros(rows, self.max_seq_len + rows, dtype=self.dtype, device=self.device)
-                wide[:, self.max_seq_len :] = torch.full((rows, rows), -math.inf, device=self.device).triu(1)
-                base = self._masks[(rows, 0)] = wide.repeat_interleave(group, 0)
-            return base[:, self.max_seq_len - segment.start :]
-        query = torch.arange(segment.start, segment.start + rows, device=self.device)[:, None]
-        key = torch.arange(first, first + length, device=self.device)[None, :]
-        hidden = key > query
+                base = self._masks[rows] = self._additive(F.pad(~segment.visible(), (self.max_seq_len, 0)), group)
+            return base[:, self.max_seq_len - start :]
+        hidden = F.pad(~segment.visible(), (start - first, 0))
         if window is not None:
-            hidden |= key <= query - window
-        mask = torch.zeros(rows, length, dtype=self.dtype, device=self.device).masked_fill_(hidden, -math.inf)
-        return mask.repeat_interleave(group, 0)
+            query = torch.tensor(segment.depths) + start
+            key = torch.cat([torch.arange(first, start), query])
+            hidden |= key <= query[:, None] - window
+        return self._additive(hidden, group)
+
+    def _additive(self, hidden: torch.Tensor, group: int) -> torch.Tensor:
+        """-inf where `hidden` [rows, keys] and 0 elsewhere, every row for its `group` of query heads."""
+        mask = torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, -math.inf)
+        return mask.repeat_interleave(group, 0).to(self.device)
 
 
-def prefill(model: Model, token_ids: Sequence[int], slot: int) -> torch.Tensor:
-    """Append a text to the empty `slot`, `PREFILL_CHUNK` rows a pass. Final hidden states of the last pass."""
+def prefill(model: Model, token_ids: Sequence[int], slot: int, feature_layers: Sequence[int] = ()) -> torch.Tensor:
+    """Append a text to the empty `slot`, `PREFILL_CHUNK` rows a pass. Final hidden states of the last pass; the
+    features of the whole text are left in `model.features`."""
+    features = []
     for start in range(0, len(token_ids), PREFILL_CHUNK):
         chunk = token_ids[start : start + PREFILL_CHUNK]
-        hidden = model.forward(chunk, [Segment(slot, start, len(chunk))])
+        hidden = model.forward(chunk, [Segment(slot, start, len(chunk))], feature_layers=feature_layers)
+        if model.features is not None:
+            features.append(model.features)
+    if features:
+        model.features = torch.cat(features)
     return hidden
 
 

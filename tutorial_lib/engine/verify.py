@@ -5,6 +5,10 @@ with probability min(1, p / q); the first rejection is replaced by a draw from n
 rejected, one more token is drawn from p. The result is distributed exactly as if the target had drawn every token.
 Greedy decoding is the special case of one-hot p and q: accept while the argmax agrees.
 
+A draft may be a tree (Miao et al. 2024, SpecInfer, arXiv 2305.09781): several candidates follow one token. They are
+offered one after another, each to what the rejections before it have left of p; a chain has one candidate at a time.
+Row 0 of the target's rows is the one after the text, row i + 1 the one after draft token i.
+
 Pure functions; they know neither models nor drafters.
 """
 
@@ -12,50 +16,101 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 
 from .sampling import Purpose, draw
 
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Rows(Protocol[T_co]):
+    """One value for each of the target's rows: a list, or something that computes a row once it is asked for."""
+
+    def __getitem__(self, row: int, /) -> T_co: ...
+
 
 @dataclass(frozen=True)
 class Verdict:
-    """accepted: how many draft tokens stay (a leading run). emitted: those tokens and the bonus token after them."""
+    """accepted: how many draft tokens stay. emitted: those tokens and the bonus token after them. path: where the
+    accepted tokens stand in the draft; of a chain it is the leading run and need not be given."""
 
     accepted: int
     emitted: tuple[int, ...]
+    path: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            object.__setattr__(self, "path", tuple(range(self.accepted)))
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The target's rows that the emitted tokens come from, one for each."""
+        return (0, *(index + 1 for index in self.path))
 
 
-def accept_greedy(drafted: Sequence[int], argmax: Sequence[int]) -> Verdict:
-    """Keep the leading run of drafts that equal the target's choice.
+def accept_greedy(drafted: Sequence[int], argmax: Rows[int], parents: Sequence[int] | None = None) -> Verdict:
+    """Walk from the text into the draft as long as a candidate equals the target's choice.
 
-    drafted: K ids. argmax: K + 1 ids, the target's choice at each drafted position and at the one after.
+    drafted: K ids. argmax: K + 1 ids, the target's choice in every row. parents: None for a chain, else for every
+    draft token the index of the one that it follows, -1 for the text.
     """
-    accepted = 0
-    while accepted < len(drafted) and drafted[accepted] == argmax[accepted]:
-        accepted += 1
-    return Verdict(accepted, (*drafted[:accepted], argmax[accepted]))
+    children = candidates(len(drafted), parents)
+    path: list[int] = []
+    row = 0
+    while True:
+        choice = argmax[row]
+        kept = next((i for i in children[row] if drafted[i] == choice), None)
+        if kept is None:
+            return Verdict(len(path), (*(drafted[i] for i in path), choice), tuple(path))
+        path.append(kept)
+        row = kept + 1
 
 
 def accept_sampled(
     drafted: Sequence[int],
     q: torch.Tensor | None,
-    p: Sequence[torch.Tensor],
+    p: Rows[torch.Tensor],
     number: Callable[[int, Purpose], float],
+    parents: Sequence[int] | None = None,
 ) -> Verdict:
-    """Rejection sampling over a chain of drafts.
+    """Rejection sampling over a chain or a tree of drafts.
 
     drafted: K ids. q: [K, V], the distributions they were drawn from, or None if they were certain (n-gram lookup,
-    greedy drafting), which is q one-hot. p: K + 1 target distributions [V]. number(i, purpose): the uniform number
-    for the i-th position of this round.
+    greedy drafting), which is q one-hot; tokens that follow the same one were drawn from one q without replacement.
+    p: K + 1 target distributions [V], one for every row. number(i, purpose): the uniform number for the i-th position
+    of this round. parents as in `accept_greedy`.
     """
-    for i, token in enumerate(drafted):
-        q_token = 1.0 if q is None else float(q[i, token])
-        if number(i, Purpose.ACCEPT) * q_token >= float(p[i][token]):  # rejected with probability 1 - min(1, p / q)
-            replacement = draw(residual(p[i], token if q is None else q[i]), number(i, Purpose.TOKEN))
-            return Verdict(i, (*drafted[:i], replacement))
-    bonus = draw(p[len(drafted)], number(len(drafted), Purpose.TOKEN))
-    return Verdict(len(drafted), (*drafted, bonus))
+    children = candidates(len(drafted), parents)
+    path: list[int] = []
+    row = 0
+    while True:
+        kept, left = None, p[row]
+        if children[row]:
+            kept, left = offer(children[row], drafted, q, left, number(len(path), Purpose.ACCEPT))
+        if kept is None:  # all rejected: a replacement from what they left; nothing drafted here: the bonus from p
+            token = draw(left, number(len(path), Purpose.TOKEN))
+            return Verdict(len(path), (*(drafted[i] for i in path), token), tuple(path))
+        path.append(kept)
+        row = kept + 1
+
+
+def offer(
+    siblings: Sequence[int], drafted: Sequence[int], q: torch.Tensor | None, p: torch.Tensor, u: float
+) -> tuple[int | None, torch.Tensor]:
+    """Offer the candidates of one position in turn: the index of the first that stays, else None, and what is left
+    of p. One uniform number does for all: once u has missed a threshold, its place above that is uniform again."""
+    q_left = None if q is None else q[siblings[0]]
+    for index in siblings:
+        token = drafted[index]
+        p_token, q_token = float(p[token]), 1.0 if q_left is None else float(q_left[token])
+        if u * q_token < p_token:  # accepted with probability min(1, p / q)
+            return index, p
+        u = (u - p_token / q_token) / (1 - p_token / q_token) if q_token else u
+        p = residual(p, token if q_left is None else q_left)
+        q_left = None if q_left is None else residual(q_left, token)  # the next one was drawn without this one
+    return None, p
 
 
 def residual(p: torch.Tensor, q: torch.Tensor | int) -> torch.Tensor:
@@ -69,3 +124,11 @@ def residual(p: torch.Tensor, q: torch.Tensor | int) -> torch.Tensor:
         left = (p - q).clamp_min(0.0)
     total = left.sum()
     return left / total if total > 0 else p
+
+
+def candidates(count: int, parents: Sequence[int] | None) -> list[list[int]]:
+    """For each of the count + 1 rows the draft tokens that directly follow it, in the order of the draft."""
+    found: list[list[int]] = [[] for _ in range(count + 1)]
+    for index, parent in enumerate(range(-1, count - 1) if parents is None else parents):
+        found[parent + 1].append(index)
+    return found
