@@ -146,3 +146,27 @@ def test_batch_is_timed_from_its_start_to_its_last_token():
     assert found["output_tok_s"] == pytest.approx(64 / 4.2)
     assert found["decode_tok_s"] == pytest.approx(60 / 4.0)
     assert found["tpot_ms"] == pytest.approx(1e3 * 2 * (1.0 + 1.9) / 60)
+
+
+def make_tree(parents: tuple[int, ...], path: tuple[int, ...], *, cut: int = 0) -> Round:
+    emitted = tuple(range(len(path) + 1 - cut))
+    return Round(tuple(range(len(parents))), len(path), emitted, 0.0, 0.0, 0.0, parents, path)
+
+
+def test_positions_of_a_tree_are_depths():
+    """Seven tokens, three deep: (0, 1, 2) follow the text, 3 and 4 follow 0, 5 follows 1, 6 follows 3."""
+    wide = (-1, -1, -1, 0, 0, 1, 3)
+    rounds = [make_tree(wide, (0, 4)), make_tree(wide, (1, 5)), make_tree(wide, ()), make_tree((-1, -1), (1,))]
+    assert rounds[0].depths == (1, 1, 1, 2, 2, 2, 3) and rounds[3].depth == 1
+    found = figures([answer([*rounds, make_round(1, 2)])])
+    assert found["acceptance_by_position"] == [4 / 5, 2 / 4, 0.0]
+    assert found["conditional_acceptance_by_position"] == [4 / 5, 2 / 3, 0.0]
+    assert found["accepted_histogram"] == [1, 2, 2, 0]
+    assert (found["drafted"], found["accepted"], found["cut_tokens"]) == (25, 6, 0)
+    assert found["acceptance_rate"] == 6 / 25 and found["acceptance_length"] == 11 / 5
+
+
+def test_a_chain_written_as_a_tree_has_the_figures_of_the_chain():
+    chains = [make_round(2, 4), make_round(0, 3), make_round(3, 3, cut=2)]
+    trees = [make_tree((-1, 0, 1, 2), (0, 1)), make_tree((-1, 0, 1), ()), make_tree((-1, 0, 1), (0, 1, 2), cut=2)]
+    assert figures([answer(trees)]) == figures([answer(chains)])

@@ -17,7 +17,7 @@ class Letters:
         return "".join(chr(97 + i) for i in ids)
 
 
-ROUNDS = [Round((1, 2), 1, (1, 3), 0.01, 0.02, 0.05)]
+ROUNDS = [Round((1, 2), 1, (1, 3), 0.01, 0.02, 0.05, (-1, -1), (0,))]
 GENERATION = Generation([7], [0, 1, 3], "abd", "length", ROUNDS, ttft_s=0.1, latency_s=0.2)
 RUN = {"kind": "run", "method": "plain", "figures": {"output_tok_s": 3.0}, "by_category": {}, "provenance": {}}
 VALUES = {

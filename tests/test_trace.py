@@ -146,3 +146,59 @@ def test_one_round_under_the_lens():
     assert before == ["The", "·cat", "·sat"]  # what round 1 rejected is not part of the text
     assert "round 1:" in trace.round_html(g, Words(), -5) and "round 2:" in trace.round_html(g, Words(), 99)
     assert "no rounds" in trace.round_html(generation(), Words(), 1)
+
+
+# ---- trees ----------------------------------------------------------------------------------------------------------
+
+# cat, on are taken; sat, The, <script> fall beside them; mat and w50 stand behind fallen ones.
+#   text ─ cat(0) ─ sat(2) ── mat(4)
+#       │       └── on(3) ── <script>(6)
+#       └ The(1) ── w50(5)
+BRANCHES = Round((2, 1, 3, 4, 7, 50, 6), 2, (2, 4, 7), 0.003, 0.04, 0.0, (-1, -1, 0, 0, 2, 1, 3), (0, 3))
+
+
+def test_a_tree_shows_the_branch_that_was_taken_and_what_fell_beside_it():
+    page = trace.trace_html(generation(BRANCHES), Words())
+    assert tokens(page) == [
+        ("plain", "The"),
+        ("accepted", "·cat"),
+        ("accepted", "·on"),
+        ("rejected", "The"),
+        ("rejected", "·sat"),
+        ("rejected", "<script>alert(1)</script>"),
+        ("bonus", "·mat"),
+    ]
+    assert ">+2</span>" in page and "<script" not in page
+    assert "round 1: 7 drafted on 3 branches, 2 accepted, 3 emitted" in page
+
+
+def test_the_lens_shows_every_branch_of_a_tree_in_its_place():
+    page = trace.round_html(generation(BRANCHES), Words(), 1)
+    lines = re.findall(r"<tr><td>(\d)</td><td style=\"padding-left:([\d.]+)em\">(.*?)</td><td>(\w+)", page)
+    assert [(at, tokens(cell)[0][1], kind) for at, _, cell, kind in lines] == [
+        ("1", "·cat", "accepted"),
+        ("2", "·sat", "rejected"),
+        ("3", "·mat", "unreached"),
+        ("2", "·on", "accepted"),
+        ("3", "<script>alert(1)</script>", "rejected"),
+        ("1", "The", "rejected"),
+        ("2", "·w50", "unreached"),
+        ("3", "·mat", "bonus"),
+    ]
+    assert all(float(indent) == 1.5 * int(at) for at, indent, *_ in lines)
+    assert "<script" not in page
+    after = trace.round_html(generation(BRANCHES, round_([3], 0, [5])), Words(), 2)
+    assert [text for kind, text in tokens(after)][:4] == ["The", "·cat", "·on", "·mat"]  # fallen branches are no text
+
+
+def test_a_stop_on_the_branch_that_was_taken():
+    ended = Round((2, 8, 3), 2, (2,), 0.003, 0.04, 0.0, (-1, 0, 0), (0, 1))
+    page = trace.trace_html(generation(ended), Words())
+    assert [kind for kind, _ in tokens(page)] == ["plain", "accepted", "cut", "rejected"]
+
+
+def test_a_chain_written_as_a_tree_reads_as_the_chain():
+    chain, tree = round_([2, 3, 7, 4], 1, [2, 4]), round_([2, 3, 7, 4], 1, [2, 4])
+    tree = Round(**{**vars(tree), "parents": (-1, 0, 1, 2), "path": (0,)})
+    shown = [tokens(trace.trace_html(generation(r), Words())) for r in (chain, tree)]
+    assert shown[0][:3] == shown[1][:3] and shown[0][-1] == shown[1][-1]

@@ -27,19 +27,21 @@ DEFINITIONS: dict[str, str] = {
     "draft_ms_per_round": "Mean time a round spent drafting, in ms.",
     "verify_ms_per_round": "Mean time a round spent in the target (for a plain run: in its step), in ms.",
     "overhead_ms_per_round": "What is left of the mean round time after drafting and verifying, in ms.",
-    "drafted": "Draft tokens proposed in all rounds.",
-    "accepted": "Draft tokens accepted in all rounds: of every round the leading run of right ones only.",
+    "drafted": "Draft tokens proposed in all rounds, of trees those on every branch.",
+    "accepted": "Draft tokens accepted in all rounds: of every round the leading run of right ones only, of a tree the "
+    "right ones along one branch from its root.",
     "cut_tokens": "Tokens verified in a last round but dropped, because the request stopped inside it.",
     "acceptance_length": "Acceptance length: tokens emitted in rounds / rounds, pooled over all requests, bonus token "
     "included, the first token (prefill) and tokens cut off by a stop not counted.",
     "acceptance_length_request_mean": "Mean over requests of each request's own acceptance length; long answers weigh "
     "no more than short ones.",
     "acceptance_rate": "Accepted / drafted, bonus tokens in neither; it is not the per-token probability alpha, since "
-    "tokens after the first rejected one count as drafted.",
-    "mean_draft_len": "Drafted / rounds: the draft length that really ran.",
-    "acceptance_by_position": "For position k: rounds that accepted k or more / rounds that drafted k or more.",
+    "tokens after the first rejected one count as drafted, and so do all branches of a tree.",
+    "mean_draft_len": "Drafted / rounds: the draft length that really ran, of trees the number of their tokens.",
+    "acceptance_by_position": "For position k: rounds that accepted k or more / rounds that drafted k or more deep; a "
+    "token's position is the number of tokens from the text to it, so siblings of a tree share one.",
     "conditional_acceptance_by_position": "For position k: rounds that accepted k or more / rounds that accepted the "
-    "k-1 before it and drafted k or more.",
+    "k-1 before it and drafted k or more deep.",
     "accepted_histogram": "Number of rounds that accepted 0, 1, 2, ... draft tokens.",
 }
 
@@ -93,10 +95,11 @@ def acceptance_rate(generations: Sequence[Generation]) -> float | None:
 
 
 def acceptance_by_position(generations: Sequence[Generation]) -> list[float]:
-    """Element k-1: how often a k-th draft token was accepted, where one was drafted. It falls along a fixed K."""
+    """Element k-1: how often a k-th draft token was accepted, where one was drafted (in a tree: on any branch). It
+    falls along a fixed K."""
     rounds = _rounds(generations)
-    deepest = max((len(r.drafted) for r in rounds), default=0)
-    drafted = [[r for r in rounds if len(r.drafted) >= k] for k in range(1, deepest + 1)]
+    deepest = max((r.depth for r in rounds), default=0)
+    drafted = [[r for r in rounds if r.depth >= k] for k in range(1, deepest + 1)]
     return [sum(r.accepted >= k for r in some) / len(some) for k, some in enumerate(drafted, start=1)]
 
 
@@ -104,15 +107,15 @@ def conditional_acceptance_by_position(generations: Sequence[Generation]) -> lis
     """Element k-1: the same, only among rounds whose earlier draft tokens were all accepted; None if there are none.
     The cost model multiplies these."""
     rounds = _rounds(generations)
-    deepest = max((len(r.drafted) for r in rounds), default=0)
-    reached = [[r for r in rounds if len(r.drafted) >= k and r.accepted >= k - 1] for k in range(1, deepest + 1)]
+    deepest = max((r.depth for r in rounds), default=0)
+    reached = [[r for r in rounds if r.depth >= k and r.accepted >= k - 1] for k in range(1, deepest + 1)]
     return [_ratio(sum(r.accepted >= k for r in some), len(some)) for k, some in enumerate(reached, start=1)]
 
 
 def accepted_histogram(generations: Sequence[Generation]) -> list[int]:
     """Element n: rounds that accepted exactly n draft tokens."""
     rounds = _rounds(generations)
-    deepest = max((len(r.drafted) for r in rounds), default=0)
+    deepest = max((r.depth for r in rounds), default=0)
     return [sum(r.accepted == n for r in rounds) for n in range(deepest + 1)]
 
 

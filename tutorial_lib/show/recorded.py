@@ -138,9 +138,8 @@ class Recorder:
         if kind == "run of this file":
             return next(line for line in self._lines if line.get("id") == value["id"])
         fields = {key: item for key, item in value.items() if key != "kind"}
-        rounds = [
-            Round(**{**r, "drafted": tuple(r["drafted"]), "emitted": tuple(r["emitted"])}) for r in fields["rounds"]
-        ]
+        of_ids = ("drafted", "emitted", "parents", "path")
+        rounds = [Round(**{**r, **{n: tuple(r[n]) for n in of_ids if r.get(n) is not None}}) for r in fields["rounds"]]
         return Generation(**{**fields, "rounds": rounds})
 
 

@@ -2,7 +2,9 @@
 
 Static HTML without scripts, so that it survives batch runs and exports. Model text is untrusted: every token is
 escaped and control characters are spelled out. Kinds differ by underline, border and strike-through, not by colour
-alone. Nothing here knows a model; a tokenizer is anything with `decode(ids)`.
+alone. Of a tree the branch that was taken is text, the candidates that fell beside it are struck out, and what stood
+behind those is only counted; the lens shows every branch. Nothing here knows a model; a tokenizer is anything with
+`decode(ids)`.
 """
 
 from __future__ import annotations
@@ -22,20 +24,23 @@ class Decoder(Protocol):
 
 @dataclass(frozen=True)
 class TracedToken:
-    """One token as the trace shows it. kind: a key of `KINDS`."""
+    """One token as the trace shows it. kind: a key of `KINDS`. index: its place in the draft, None if not drafted."""
 
     token_id: int
     text: str
     kind: str
+    index: int | None = None
 
 
 KINDS = {
     "plain": "plain: one token from one target step",
     "accepted": "accepted: drafted, and the target agreed",
     "rejected": "rejected: drafted, not in the text",
+    "unreached": "unreached: drafted behind a rejected candidate of a tree",
     "bonus": "bonus: the target's own token, free with every verification",
     "cut": "cut: accepted, but the answer had already ended",
 }
+TEXT_KINDS = ("plain", "accepted", "bonus")
 
 _CSS = """<style>
 .sd-trace{background:#fff;color:#222;border:1px solid #ccc;border-radius:4px;padding:.7em 1em;max-width:60em;
@@ -45,6 +50,7 @@ _CSS = """<style>
 .sd-trace .sd-bonus{background:#fff3c4;border:2px solid #b27a00;font-weight:bold}
 .sd-trace .sd-rejected{background:#f6f6f6;color:#7a2e00;text-decoration:line-through;border-bottom:2px dashed #d55e00}
 .sd-trace .sd-cut{color:#555;text-decoration:line-through;border-bottom:2px dotted #555}
+.sd-trace .sd-unreached{color:#555;border:1px dotted #555}
 .sd-trace .sd-ws{color:#888;font-weight:normal}
 .sd-trace .sd-round{border-left:2px solid #bbb;padding-left:2px;margin-left:2px}
 .sd-trace .sd-no{color:#666;font-size:10px;vertical-align:super;margin-right:1px}
@@ -76,22 +82,28 @@ def round_html(generation: Generation, tokenizer: Decoder, k: int) -> str:
     k = min(max(k, 1), len(rounds))
     before = "".join(_token_html(token) for token in _prefill_tokens(generation, tokenizer))
     for _, tokens in rounds[: k - 1]:
-        before += "".join(_token_html(t) for t in tokens if t.kind not in ("rejected", "cut"))
+        before += "".join(_token_html(t) for t in tokens if t.kind in TEXT_KINDS)
     round_, tokens = rounds[k - 1]
+    lines = enumerate(tokens, start=1) if round_.parents is None else _tree_lines(round_, tokens)
     rows = "".join(
-        f"<tr><td>{i}</td><td>{_token_html(token)}</td><td>{html.escape(KINDS[token.kind])}</td></tr>"
-        for i, token in enumerate(tokens, start=1)
+        f'<tr><td>{at}</td><td style="padding-left:{0.7 if round_.parents is None else 1.5 * at:.1f}em">'
+        f"{_token_html(token)}</td><td>{html.escape(KINDS[token.kind])}</td></tr>"
+        for at, token in lines
     )
     table = f"<table><tr><th>position</th><th>token</th><th>verdict</th></tr>{rows}</table>"
     head = f'<div class="sd-sum"><b>{html.escape(round_line(k, round_))}</b> ({len(rounds)} rounds in all)</div>'
-    here = f'<span class="sd-current">{"".join(_token_html(t) for t in tokens)}</span>'
+    here = f'<span class="sd-current">{_tokens_html(tokens)}</span>'
     return f'{_CSS}<div class="sd-trace">{head}<div>{before}{here}</div>{table}</div>'
 
 
 def round_line(number: int, round_: Round) -> str:
     """One round in words: its counts and its times."""
+    drafted = f"{len(round_.drafted)} drafted"
+    if round_.parents:
+        ends = len(round_.parents) - len({parent for parent in round_.parents if parent >= 0})
+        drafted += f" on {ends} branch{'es' if ends != 1 else ''}"
     return (
-        f"round {number}: {len(round_.drafted)} drafted, {round_.accepted} accepted, {len(round_.emitted)} emitted; "
+        f"round {number}: {drafted}, {round_.accepted} accepted, {len(round_.emitted)} emitted; "
         f"draft {round_.draft_s * 1e3:.1f} ms, verify {round_.verify_s * 1e3:.1f} ms"
     )
 
@@ -111,19 +123,37 @@ def summary_line(generation: Generation) -> str:
 
 
 def _traced_rounds(generation: Generation, tokenizer: Decoder) -> Iterator[tuple[Round, list[TracedToken]]]:
-    """Each round with its tokens in the order accepted, rejected, bonus."""
+    """Each round with its tokens in the order accepted, rejected, unreached, bonus."""
     reader = _Reader(tokenizer, is_hidden=generation.is_simulated)
     for token_id in _prefill_ids(generation):
         reader.read(token_id)
     for round_ in generation.rounds:
+        path = tuple(range(round_.accepted)) if round_.path is None else round_.path
         kept = min(round_.accepted, len(round_.emitted))
+        fallen = [i for i in range(len(round_.drafted)) if i not in path]
+        reached = [i for i in fallen if round_.parents is None or round_.parents[i] in (-1, *path)]
         texts = [(token_id, reader.read(token_id)) for token_id in round_.emitted]
         last = "bonus" if round_.drafted else "plain"
-        tokens = [TracedToken(token_id, text, "accepted") for token_id, text in texts[:kept]]
-        tokens += [TracedToken(i, reader.peek(i), "cut") for i in round_.drafted[kept : round_.accepted]]
-        tokens += [TracedToken(i, reader.peek(i), "rejected") for i in round_.drafted[round_.accepted :]]
+
+        def unread(indices: Sequence[int], kind: str, drafted: tuple[int, ...] = round_.drafted) -> list[TracedToken]:
+            return [TracedToken(drafted[i], reader.peek(drafted[i]), kind, i) for i in indices]
+
+        tokens = [TracedToken(id_, text, "accepted", i) for (id_, text), i in zip(texts[:kept], path, strict=False)]
+        tokens += unread(path[kept:], "cut") + unread(reached, "rejected")
+        tokens += unread([i for i in fallen if i not in reached], "unreached")
         tokens += [TracedToken(token_id, text, last) for token_id, text in texts[kept:]]
         yield round_, tokens
+
+
+def _tree_lines(round_: Round, tokens: Sequence[TracedToken]) -> Iterator[tuple[int, TracedToken]]:
+    """(position, token) of every drafted token, each followed by its own branches; then the target's own token."""
+    drafted = {token.index: token for token in tokens if token.index is not None}
+    waiting = [i for i, parent in reversed(list(enumerate(round_.parents or ()))) if parent < 0]
+    while waiting:
+        index = waiting.pop()
+        yield round_.depths[index], drafted[index]
+        waiting += [i for i, parent in reversed(list(enumerate(round_.parents or ()))) if parent == index]
+    yield from ((len(round_.emitted), token) for token in tokens if token.index is None)
 
 
 def _prefill_ids(generation: Generation) -> list[int]:
@@ -163,8 +193,17 @@ class _Reader:
 
 def _round_html(number: int, round_: Round, tokens: Sequence[TracedToken]) -> str:
     title = html.escape(round_line(number, round_))
-    inner = "".join(_token_html(token) for token in tokens)
+    inner = _tokens_html(tokens)
     return f'<span class="sd-round" title="{title}"><span class="sd-no">{number}</span>{inner}</span>'
+
+
+def _tokens_html(tokens: Sequence[TracedToken]) -> str:
+    """Tokens in a line of text: of those that were never reached only the number."""
+    unreached = sum(token.kind == "unreached" for token in tokens)
+    count = f'<span class="sd-tok sd-unreached" title="{KINDS["unreached"]}">+{unreached}</span>' if unreached else ""
+    shown = [_token_html(token) for token in tokens if token.kind != "unreached"]
+    place = len(shown) - sum(token.index is None for token in tokens)  # before the target's own token
+    return "".join([*shown[:place], count, *shown[place:]])
 
 
 def _token_html(token: TracedToken) -> str:
