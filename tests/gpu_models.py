@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from tutorial_lib.config import SamplingParams
+from tutorial_lib.engine.drafting import ModelDrafting
 from tutorial_lib.engine.gpu_build import assemble, quantized
 from tutorial_lib.engine.gpu_model import PAGE, GpuModel, Ops
 from tutorial_lib.engine.graph import GpuEngine, position_limit
@@ -61,10 +62,13 @@ def gpu_model(
     )  # fmt: skip
 
 
-def engine(target: GpuModel, tokenizer, *, draft=None, host=None, k: int = 0, eos: Iterable[int] = (), **options):
+def engine(
+    target: GpuModel, tokenizer, *, draft=None, head_ids=None, host=None, k: int = 0, eos: Iterable[int] = (), **options
+):
     """A `GpuEngine` with the limits that `gpu_model` makes room for by default."""
     options = {"max_slots": 5, "max_seq_len": 200, **options}
-    return GpuEngine(target, tokenizer, eos, draft_model=draft, host_drafter=host, max_draft_len=k, **options)
+    drafting = ModelDrafting(draft, head_ids) if draft is not None else None
+    return GpuEngine(target, tokenizer, eos, drafting=drafting, host_drafter=host, max_draft_len=k, **options)
 
 
 def run(target: GpuModel, tokenizer, prompts, params=None, *, greedy: Mapping | None = None, **options):
@@ -125,6 +129,9 @@ class TableModel:
         self.pages = slots * -(-position_limit(max_seq_len, draft_len) // PAGE) + 1
 
     def prefill(self, ids: Sequence[int], table: torch.Tensor, slot: int) -> None: ...
+
+    def one_step(self, token: int, start: int, table: torch.Tensor, slot: int) -> torch.Tensor:
+        return self.table[[token]]
 
     def step(self, tokens, table, lengths, slots, rows: int, tree=None) -> torch.Tensor:
         return self.table[tokens.long()]

@@ -39,3 +39,6 @@ class PromptError(WorkbookError):
 
 class BackendUnavailable(WorkbookError):
     """A backend whose library or hardware is not here."""
+
+
+DAMAGED_LOGITS = "the target's logits hold NaN or infinity: the weights or the cache are damaged"

@@ -175,6 +175,82 @@ def test_argmax_of_rows_that_lie_apart():
     assert 0 <= out[0, 0] < 5000
 
 
+def test_argmax_gives_the_ids_of_a_shortlist_and_reports_damage():
+    for vocab in (900, 40_000):  # one program, and many
+        logits = rand(6, vocab)
+        ids = torch.arange(vocab) * 3 + 1
+        out, expected = torch.zeros(2, 6, dtype=torch.int32)
+        damage, none = torch.zeros(2, 3, dtype=torch.int32)
+        for row, value in ((2, torch.nan), (3, -torch.inf), (5, torch.inf)):
+            kernels.argmax(logits, out, ids=ids, damage=damage)
+            reference.argmax(logits, expected, ids=ids, damage=none)
+            assert torch.equal(out, expected) and torch.equal(damage, none)
+            logits[row] = -torch.inf if value < 0 else logits[row]
+            logits[row, 7] = value
+        kernels.argmax(logits, out, ids=ids, damage=damage)
+        reference.argmax(logits, expected, ids=ids, damage=none)
+        assert damage.tolist() == none.tolist() == [0, 1, 1]
+        assert torch.equal(out, expected) and out[5] == 22
+
+
+# ---- rounds ---------------------------------------------------------------------------------------------------------
+
+
+def test_embed_norm_of_tokens_that_lie_apart():
+    embed, weight = rand(50, 72).bfloat16(), (rand(72, seed=2, scale=0.2) + 1).bfloat16()
+    tokens = torch.tensor([[3, 9], [49, 9], [0, 9]], dtype=torch.int32)[:, 0]
+    for quantized in (False, True):
+        x, got, scales = kernels.embed_norm(tokens, embed, weight, 1e-3, None, quantized)
+        again, expected, expected_scales = reference.embed_norm(tokens, embed, weight, 1e-3, None, quantized)
+        assert torch.equal(x, again) and torch.equal(x, embed[[3, 49, 0]])
+        if quantized:
+            assert codes_alike(got, expected)
+            torch.testing.assert_close(scales, expected_scales)
+        else:
+            assert relative(got, expected) < CUT
+
+
+@pytest.mark.parametrize("k", [0, 1, 4, 7])
+@pytest.mark.parametrize("kind", ["greedy", "forced", "decided"])
+def test_rounds_begin_and_finish_as_their_reference(kind, k):
+    """Batches of 1, 3 and 5, one of whose rows is the scratch slot; drafts right up to a place that differs by row."""
+    generator = torch.Generator().manual_seed(k)
+
+    def ints(*shape: int, high: int = 90) -> torch.Tensor:
+        return torch.randint(0, high, shape, generator=generator, dtype=torch.int32)
+
+    for batch in (1, 3, 5):
+        slots = torch.randperm(6, generator=generator)[:batch]
+        first = {
+            "length": ints(6, high=20) + 2, "last": ints(6, 2), "text": ints(6, 40), "tokens": ints(batch, k + 1),
+            "choices": ints(batch, k + 1), "drafted_len": ints(batch, high=k + 1),
+            "counter": torch.tensor([5]), "forced": ints(7, high=k + 1), "damage": ints(batch),
+        }  # fmt: skip
+        for row in range(batch):
+            right = int(ints(1, high=k + 1))
+            first["choices"][row, :right] = first["tokens"][row, 1 : 1 + right]
+        decided = (ints(batch, high=k + 1).long(), ints(batch).long()) if kind == "decided" else None
+        ends = []
+        for made in (kernels, reference):
+            has = {name: value.clone() for name, value in first.items()}
+            out, seen, starts = ints(batch, k + 2) * 0, ints(batch) * 0, ints(k + 2, batch) * 0
+            pair = ints(batch, 2) * 0
+            made.begin_round(slots, has["length"], has["last"], seen, starts, has["tokens"], pair, has["damage"], 60)
+            made.finish_round(
+                slots, has["length"], has["last"], has["text"], has["tokens"], has["choices"], has["drafted_len"],
+                has["forced"] if kind == "forced" else None, has["counter"], out, decided=decided,
+            )  # fmt: skip
+            ends.append({**has, "out": out, "seen": seen, "starts": starts, "pair": pair})
+        for name, ours in ends[0].items():
+            if name in ("last", "text"):  # where the scratch slot writes means nothing
+                ours, ends[1][name] = ours[:5], ends[1][name][:5]
+            assert torch.equal(ours, ends[1][name]), name
+        assert ends[0]["length"][5] == first["length"][5] and ends[0]["counter"] == 6 and not ends[0]["damage"].any()
+        real = [int(s) for s in slots if s < 5]
+        grown = ends[0]["length"] - first["length"]
+        assert all(1 <= grown[s] <= k + 1 for s in real) and grown.count_nonzero() == len(real)
+
+
 # ---- all of them together -------------------------------------------------------------------------------------------
 
 KERNELS = Ops.make(pdl=False)

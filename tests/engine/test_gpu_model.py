@@ -105,14 +105,14 @@ def test_prefill_is_steps_without_logits(count):
     ids = random_ids(count + 5, seed=count)
     model = gpu_model(slots=2)
     expected = Pages(model).all_logits(ids)[count:]
-    for cache in model.caches:
+    for cache in model.cache:
         cache.fill_(math.nan)
     pages = Pages(model, sequences=2)
     model.prefill(ids[:count], pages.table, 1)
     got = torch.cat([pages.logits([token], count + i, slot=1) for i, token in enumerate(ids[count:])])
     assert relative(got, expected) < ROUNDED
     untouched = [int(p) for p in pages.table[0]] + [model.pages - 1]
-    assert all(torch.isnan(cache[page]).all() for cache in model.caches for page in untouched)
+    assert all(torch.isnan(cache[page]).all() for cache in model.cache for page in untouched)
 
 
 def test_prefill_follows_the_table_that_it_is_given():
@@ -121,7 +121,7 @@ def test_prefill_follows_the_table_that_it_is_given():
     here, there = Pages(model, range(5)), Pages(model, range(5, 10))
     expected = Pages(model).all_logits(ids)[-1:]
     for pages in (here, there):
-        for cache in model.caches:
+        for cache in model.cache:
             cache.fill_(math.nan)
         model.prefill(ids[:-1], pages.table, 0)
         assert relative(pages.logits(ids[-1:], len(ids) - 1), expected) < ROUNDED
@@ -132,7 +132,7 @@ def test_sequences_of_one_step_do_not_see_each_other():
     pages = Pages(model, torch.randperm(model.pages - 1, generator=torch.Generator().manual_seed(0)), sequences=5)
     texts, lengths, slots = [random_ids(n + 3, seed=n) for n in (40, 0, 64, 90)], [40, 0, 64, 90], [3, 0, 4, 1]
     alone = [Pages(model).all_logits(text)[-3:] for text in texts]
-    for cache in model.caches:
+    for cache in model.cache:
         cache.fill_(math.nan)
     for text, length, slot in zip(texts, lengths, slots, strict=True):
         if length:
@@ -197,15 +197,15 @@ def test_stale_rows_foreign_pages_and_the_scratch_page_are_never_read(name):
     ids, model = random_ids(75), gpu_model(name)
     pages = Pages(model, [4, 9, 2])
     expected = pages.all_logits(ids, [64, 6, 5])
-    for cache in model.caches:
+    for cache in model.cache:
         keep = cache[[4, 9]].clone()
         cache.fill_(math.nan)
         keep[1, :, :, 6:] = math.nan  # what follows position 69: written by drafts that were rejected
         cache[[4, 9]] = keep
-    addresses = [cache.data_ptr() for cache in model.caches]
+    addresses = [cache.data_ptr() for cache in model.cache]
     assert torch.equal(pages.logits(ids[70:], 70), expected[70:])
-    assert [cache.data_ptr() for cache in model.caches] == addresses
-    assert all(torch.isnan(cache[-1]).all() for cache in model.caches)
+    assert [cache.data_ptr() for cache in model.cache] == addresses
+    assert all(torch.isnan(cache[-1]).all() for cache in model.cache)
 
 
 def test_the_last_position_of_the_last_page_can_be_used():

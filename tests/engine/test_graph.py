@@ -19,6 +19,7 @@ from stand_ins import PROMPTS, Around, Pieces, Replay, adversary, oracle, p_valu
 from tutorial_lib.config import NGramDecodingConfig, SamplingParams, SimulatedAcceptance
 from tutorial_lib.drafters.base import Draft
 from tutorial_lib.drafters.ngram import NGramDrafter
+from tutorial_lib.engine.drafting import ModelDrafting
 from tutorial_lib.engine.gpu_build import assemble
 from tutorial_lib.engine.gpu_model import MAX_STEP_ROWS, PAGE
 from tutorial_lib.engine.graph import DeviceState, RoundProgram, forced_schedule, position_limit
@@ -205,10 +206,10 @@ def test_rows_beyond_the_batch_touch_no_slot_and_no_page_but_the_scratch_ones(mo
     own = [int(p) for slot in (0, 1, 3) for p in state.table[slot]]
     foreign = [p for p in range(model.pages - 1) if p not in own]
     for m in (model, twin):
-        for cache in m.caches:
+        for cache in m.cache:
             cache[[*foreign, model.pages - 1]] = math.nan
     before = [t.clone() for t in (state.length, state.last)]
-    program = RoundProgram(model, twin, state, batch=4, max_draft_len=3)
+    program = RoundProgram(model, ModelDrafting(twin), state, batch=4, max_draft_len=3)
     program.choose([3, 0, 1])
     program.launch()
     assert program.slots.tolist() == [3, 0, 1, 5]
@@ -218,7 +219,7 @@ def test_rows_beyond_the_batch_touch_no_slot_and_no_page_but_the_scratch_ones(mo
         assert state.last[slot, 1] == program.out[row, 1]
     assert (state.length[[2, 4, 5]] == before[0][[2, 4, 5]]).all() and (state.last[[2, 4]] == before[1][[2, 4]]).all()
     for m in (model, twin):
-        for cache in m.caches:
+        for cache in m.cache:
             assert torch.isnan(cache[foreign]).all() and torch.isfinite(cache[own]).all()
             cache.zero_()
 
@@ -228,7 +229,7 @@ def test_stale_cache_rows_change_nothing(method, model, small, twin, texts, piec
     """Before every round all positions that hold no text are made NaN in every cache, the scratch page as well."""
     options = drafting(method)
     models = [model] + ([options["draft"]] if "draft" in options else [])
-    addresses = [cache.data_ptr() for m in models for cache in m.caches]
+    addresses = [cache.data_ptr() for m in models for cache in m.cache]
     launch = RoundProgram.launch
 
     def poisoned(program):
@@ -239,7 +240,7 @@ def test_stale_cache_rows_change_nothing(method, model, small, twin, texts, piec
                 at = torch.arange(int(state.length[slot]) - 1)  # the last token has not been seen yet
                 kept[state.table[slot, at // PAGE].long(), at % PAGE] = True
         for m in models:
-            for cache in m.caches:
+            for cache in m.cache:
                 cache.masked_fill_(~kept[:, None, None, :, None], math.nan)
         launch(program)
 
@@ -247,9 +248,9 @@ def test_stale_cache_rows_change_nothing(method, model, small, twin, texts, piec
     done = run(model, pieces, PROMPTS, k=4, greedy={"max_tokens": LENGTH}, **options)
     monkeypatch.undo()
     assert outputs(done) == [t[len(p) :][:LENGTH] for p, t in zip(PROMPTS, texts, strict=True)]
-    assert [cache.data_ptr() for m in models for cache in m.caches] == addresses
+    assert [cache.data_ptr() for m in models for cache in m.cache] == addresses
     for m in models:
-        for cache in m.caches:
+        for cache in m.cache:
             cache.zero_()
     assert counts(done) == counts(run(model, pieces, PROMPTS, k=4, greedy={"max_tokens": LENGTH}, **drafting(method)))
 
@@ -271,7 +272,7 @@ def test_more_rows_than_a_step_holds_wait_or_are_refused(pieces):
     with pytest.raises(OptionError, match="at most 63"):
         engine(target, pieces, draft=draft, k=MAX_STEP_ROWS)
     with pytest.raises(OptionError, match="84 rows"):
-        RoundProgram(target, draft, DeviceState.make(4, 2, 0, "cpu"), batch=4, max_draft_len=20)
+        RoundProgram(target, ModelDrafting(draft), DeviceState.make(4, 2, 0, "cpu"), batch=4, max_draft_len=20)
 
 
 @pytest.mark.parametrize("sizes", [(300, 340), (340, 300)], ids=["drafter larger", "target larger"])
@@ -297,7 +298,7 @@ def test_a_shortlist_head_drafts_ids_of_the_target(temperature, model, pieces):
     packed["head"] = packed["head"][head_ids].contiguous()
     draft = assemble(config, packed, {}, pages=model.pages, max_positions=model.max_positions, ops=PLAIN)
     params = SamplingParams(max_tokens=30, temperature=temperature, seed=2)
-    done = run(model, pieces, PROMPTS, params, draft=draft, draft_ids=head_ids, k=3)
+    done = run(model, pieces, PROMPTS, params, draft=draft, head_ids=head_ids, k=3)
     drafted = {t for g in done for r in g.rounds for t in r.drafted}
     assert drafted <= set(head_ids.tolist()) and len(drafted) > 10
     if not temperature:

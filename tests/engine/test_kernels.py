@@ -58,7 +58,15 @@ from tutorial_lib.engine.gpu_build import plain_tactics
 from tutorial_lib.engine.gpu_model import Ops
 
 model = gpu_model(name, weights=weights, cache=cache, ops=Ops.make(pdl=arch >= 90), tactics=plain_tactics())
-found = _uncompiled(lambda: (model.rehearse(11), kernels.stamp(torch.zeros(1, dtype=torch.long))))
+def everything():
+    model.rehearse(11)
+    kernels.stamp(torch.zeros(1, dtype=torch.long))
+    long, ints = torch.zeros(4, dtype=torch.long), torch.zeros(4, 8, dtype=torch.int32)
+    kernels.argmax(torch.zeros(4, 40_000), ints[:, 0], ids=long, damage=ints[0])
+    kernels.begin_round(long, ints[0], ints, ints[0], ints, ints, ints, ints[0], 9, pdl=arch >= 90)
+    kernels.finish_round(long, ints[0], ints, ints, ints, ints, ints[0], None, long, ints, pdl=arch >= 90)
+
+found = _uncompiled(everything)
 each = {function.__name__: (function, request) for function, request in found}  # one of its forms is enough
 for function, request in each.values():
     assert function.preload(request) is not None
@@ -83,5 +91,6 @@ def test_kernels_compile_for(arch, name, weights, cache, tmp_path):
         env=environment, cwd=HERE.parents[1], capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    names = ["add_norm", "argmax_finish", "argmax", "attention", "gate_up", "linear", "stamp"]
+    names = ["add_norm", "argmax_finish", "argmax", "attention", "begin_round", "finish_round", "gate_up"]
+    names += ["linear", "stamp"]
     assert done.stdout.split() == sorted(f"_{name}_kernel" for name in names)

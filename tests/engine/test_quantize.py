@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from gpu_models import PLAIN, Pages, gpu_model, packed_dummy, random_ids, relative
 
 from tutorial_lib.engine.gpu_build import assemble, candidates, plain_tactics, quantized, random_packed
-from tutorial_lib.engine.gpu_model import Ops
 from tutorial_lib.engine.model import ModelConfig
 from tutorial_lib.engine.quantize import MARGIN, calibrate, quantize_fp8, random_fp8
 from tutorial_lib.engine.reference import FP8, FP8_MAX, to_fp8
@@ -108,10 +109,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.seen: dict[str, float] = {}
-        self.ops = Ops(
-            linear=self.linear, gate_up=self.gate_up, add_norm=PLAIN.add_norm, quantize_rows=PLAIN.quantize_rows,
-            attention=self.attention, argmax=PLAIN.argmax, pdl=False,
-        )  # fmt: skip
+        self.ops = replace(PLAIN, linear=self.linear, gate_up=self.gate_up, attention=self.attention)
 
     def note(self, name: str, x: torch.Tensor) -> None:
         self.seen[name] = max(self.seen.get(name, 0.0), float(x.float().abs().max()))
@@ -138,7 +136,7 @@ def test_calibrated_scales_are_the_largest_values_of_a_forward_with_a_margin(nam
     scales = calibrate(model, TEXTS)
     for text in TEXTS:
         Pages(model).all_logits(text)
-    for layer, cache, found in zip(model.layers, model.caches, scales, strict=True):
+    for layer, cache, found in zip(model.layers, model.cache, scales, strict=True):
         seen = {f"{kind}_in": watch.seen[f"{getattr(layer, kind).data.data_ptr()}"]
                 for kind in ("qkv", "o", "gate_up", "down")}  # fmt: skip
         seen |= {kind: watch.seen[f"{kind}{cache.data_ptr()}"] for kind in "kv"}
@@ -173,7 +171,7 @@ def test_keys_beyond_their_scale_saturate_and_stay_numbers():
     packed |= {f"{i}.kv_scale": torch.tensor([1e-3, 1e-3]) / FP8_MAX for i in range(config.num_layers)}
     model = assemble(config, packed, {}, pages=3, max_positions=128, ops=PLAIN, kv_dtype=FP8)
     assert torch.isfinite(Pages(model).all_logits(random_ids(40))).all()
-    assert max(float(cache.float().abs().max()) for cache in model.caches) == FP8_MAX
+    assert max(float(cache.float().abs().max()) for cache in model.cache) == FP8_MAX
 
 
 def test_an_fp8_cache_without_scales_is_refused_naming_the_layers():

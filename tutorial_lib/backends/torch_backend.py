@@ -219,6 +219,7 @@ def _assemble_gpu(
     simulated: SimulatedAcceptance | None,
     kernels_off: Sequence[str],
 ) -> Engine:
+    from ..engine.drafting import ModelDrafting
     from ..engine.gpu_build import load_gpu_model
     from ..engine.gpu_model import MAX_STEP_ROWS, Ops, compile_steps
     from ..engine.graph import GpuEngine
@@ -241,10 +242,10 @@ def _assemble_gpu(
     kv_dtype = torch.float8_e4m3fn if is_fp8_cache else torch.bfloat16
     ops = Ops.make(off=kernels_off)
     model, _ = load_gpu_model(target, max_draft_len=k, kv_dtype=kv_dtype, ops=ops)
-    draft_model = draft_ids = None
+    drafting = None
     if drafter is not None:
-        draft_model, draft_ids = load_gpu_model(drafter, max_draft_len=k, kv_dtype=kv_dtype, ops=ops)
-    of_draft = [] if draft_model is None else [(draft_model, (MAX_STEP_ROWS, 2, 1))]
+        drafting = ModelDrafting(*load_gpu_model(drafter, max_draft_len=k, kv_dtype=kv_dtype, ops=ops))
+    of_draft = [] if drafting is None else [(drafting.model, (MAX_STEP_ROWS, 2, 1))]
     compile_steps([(model, (MAX_STEP_ROWS, 1, k + 1)), *of_draft])
     return GpuEngine(
         model,
@@ -252,8 +253,7 @@ def _assemble_gpu(
         target.eos_token_ids,
         max_slots=target.max_batch_size,
         max_seq_len=target.max_seq_len,
-        draft_model=draft_model,
-        draft_ids=draft_ids,
+        drafting=drafting,
         host_drafter=NGramDrafter(config, target.eos_token_ids) if isinstance(config, NGramDecodingConfig) else None,
         max_draft_len=k,
         simulated_acceptance=simulated,

@@ -2,7 +2,8 @@
 
 The tactic table holds, for each kind of product and row bucket, the tile and split that were fastest here. Tile depth
 and split along K are the same in every bucket of one product: they fix the order of summation, and with it the promise
-that a row's result does not depend on how many rows there are. Loading an engine tunes nothing.
+that a row's result does not depend on how many rows there are. cuBLAS makes no such promise, so it is timed beside
+them (what the promise costs stands in the engine directory) and never chosen. Loading an engine tunes nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 PRODUCTS = ("qkv", "o", "gate_up", "down", "head")
 PLAIN_TACTIC = {"block_n": 64, "block_k": 128, "split_k": 1, "stages": 3, "warps": 4}
-TUNED_ROWS = (1, 16)  # a plain step and a verification
+TUNED_ROWS = (1, 16)  # a plain step and a verification; products are padded to 16 rows, so all smaller buckets share
+MANY_ROWS = (32, 64)  # buckets that get their own width, stages and warps
 
 Tactics = dict[str, dict[str, dict[str, int]]]  # product -> row bucket -> fields of `Tactic`
 
@@ -189,7 +191,8 @@ def candidates(kind: str, n: int, k: int, item_bytes: int, processors: int) -> l
 def tune(model: GpuModel, say: Callable[[str], None], *, limit: int = 14) -> tuple[Tactics, dict[str, Any]]:
     """Time the candidates on the model's own weights, all layers in turn, and pick. Returns (tactics, timings).
 
-    timings: product -> rows -> {"us": microseconds per product, "tb_s": achieved read rate}.
+    timings: product -> rows -> {"us": microseconds per product, "tb_s": achieved read rate, "cublas_us": the same
+    product by cuBLAS, without what our kernels fuse to it; None where it cannot}.
     """
     from .compile_ahead import compile_ahead
 
@@ -202,19 +205,30 @@ def tune(model: GpuModel, say: Callable[[str], None], *, limit: int = 14) -> tup
         weights = _weights(model, kind)
         n, k = weights[0].data.shape
         size = weights[0].data.element_size()
-        measured = []
-        for tactic in wanted[kind]:
-            times = _try(model, kind, weights, tactic)
-            if times is not None:
-                measured.append((sum(times.values()), tactic, times))
+        measured = [
+            (sum(times.values()), tactic, times)
+            for tactic in wanted[kind]
+            if (times := _try(model, kind, weights, tactic, TUNED_ROWS)) is not None
+        ]
         if not measured:
             raise OptionError(
                 f"no tactic for {kind} {n}x{k} fits this GPU's shared memory", "one that does", "build for a CPU"
             )
         _, best, times = min(measured, key=lambda m: m[0])
         tactics[kind] = {str(rows): dict(best) for rows in ROW_BUCKETS}
+        for rows in MANY_ROWS:
+            alike = [t for t in wanted[kind] if (t["block_k"], t["split_k"]) == (best["block_k"], best["split_k"])]
+            timed = [(own[rows], t) for t in alike if (own := _try(model, kind, weights, t, (rows,))) is not None]
+            if timed:
+                times[rows], chosen = min(timed, key=lambda m: m[0])
+                tactics[kind][str(rows)] = dict(chosen)
         report[kind] = {
-            str(rows): {"us": round(us, 2), "tb_s": round(n * k * size / us / 1e6, 3)} for rows, us in times.items()
+            str(rows): {
+                "us": round(us, 2),
+                "tb_s": round(n * k * size / us / 1e6, 3),
+                "cublas_us": _cublas_us(model, weights, rows),
+            }
+            for rows, us in times.items()
         }
         say(f"  {kind} {n}x{k}: {best} {report[kind]}")
     return tactics, report
@@ -233,7 +247,7 @@ def _wanted(model: GpuModel, kind: str, processors: int, limit: int) -> list[dic
 def _launch_all(model: GpuModel, wanted: Mapping[str, Sequence[Mapping[str, int]]]) -> None:
     """Every launch that tuning will time, once."""
     for kind, tactics in wanted.items():
-        for tactic, rows in itertools.product(tactics, TUNED_ROWS):
+        for tactic, rows in itertools.product(tactics, (*TUNED_ROWS, *MANY_ROWS)):
             _fits(_product(model, kind, _weights(model, kind)[:1], tactic, rows))
 
 
@@ -244,10 +258,12 @@ def _spread(found: list[dict[str, int]], limit: int) -> list[dict[str, int]]:
     return [found[int(i * step)] for i in range(limit)]
 
 
-def _try(model: GpuModel, kind: str, weights: Sequence[Weight], tactic: Mapping[str, int]) -> dict[int, float] | None:
-    """Microseconds per product at the tuned row counts; None if the kernel does not fit this GPU."""
+def _try(
+    model: GpuModel, kind: str, weights: Sequence[Weight], tactic: Mapping[str, int], tuned: Sequence[int]
+) -> dict[int, float] | None:
+    """Microseconds per product at these row counts; None if the kernel does not fit this GPU."""
     times = {}
-    for rows in TUNED_ROWS:
+    for rows in tuned:
         run = _product(model, kind, weights, tactic, rows)
         if not _fits(run):
             return None
@@ -272,6 +288,28 @@ def _product(
                 linear(x, scale, weight.data, weight.scale, made)
 
     return run
+
+
+def _cublas_us(model: GpuModel, weights: Sequence[Weight], rows: int) -> float | None:
+    """Microseconds per product by the library, bf16 out; None where it does not take this shape or this GPU."""
+    x, scale = _activation(weights[0], rows, model.device)
+
+    def run() -> None:
+        for weight in weights:
+            if weight.scale is None or scale is None:
+                torch.mm(x, weight.data.t())
+            else:
+                torch._scaled_mm(
+                    x, weight.data.t(), scale_a=scale[:rows, None], scale_b=weight.scale[None, :],
+                    out_dtype=torch.bfloat16,
+                )  # fmt: skip
+
+    try:
+        run()
+        us = graph_time_us(run, passes=max(1, 64 // len(weights))) / len(weights)
+    except RuntimeError:
+        return None
+    return round(us, 2)
 
 
 def _fits(run: Callable[[], None]) -> bool:

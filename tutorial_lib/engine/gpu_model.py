@@ -13,7 +13,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from ..errors import OptionError
 from . import reference
@@ -21,19 +20,23 @@ from .model import ModelConfig, inverse_frequencies
 
 MAX_STEP_ROWS = 64
 PAGE = reference.PAGE
-KERNELS = ("linear", "gate_up", "add_norm", "quantize_rows", "attention", "argmax")
+STEP_KERNELS = ("linear", "gate_up", "embed_norm", "add_norm", "quantize_rows", "attention", "argmax")
+KERNELS = (*STEP_KERNELS, "begin_round", "finish_round")
 
 
 @dataclass(frozen=True)
 class Ops:
-    """The functions a step is made of, each from `kernels.py` unless it is switched off."""
+    """The functions that steps and rounds are made of, each from `kernels.py` unless it is switched off."""
 
     linear: Callable[..., torch.Tensor]
     gate_up: Callable[..., torch.Tensor]
+    embed_norm: Callable[..., Any]
     add_norm: Callable[..., Any]
     quantize_rows: Callable[..., Any]
     attention: Callable[..., torch.Tensor]
     argmax: Callable[..., None]
+    begin_round: Callable[..., None]
+    finish_round: Callable[..., None]
     pdl: bool
 
     @classmethod
@@ -98,14 +101,15 @@ def rotary_tables(config: ModelConfig, positions: int, device) -> tuple[torch.Te
     return angles.cos().contiguous(), angles.sin().contiguous()
 
 
-class PrefillStep:
-    """64 rows of one sequence over fixed buffers, its logits dropped; captured as a graph on a GPU. The pages are
-    copied in for every prefill, so whose table they come from does not matter."""
+class FixedStep:
+    """A step of `rows` rows of one sequence over fixed buffers, captured as a graph on a GPU; `logits` float32
+    [rows, V] if they are wanted. The pages are copied in, so whose table they come from does not matter."""
 
-    def __init__(self, model: GpuModel) -> None:
+    def __init__(self, model: GpuModel, rows: int, *, has_logits: bool) -> None:
         device = model.device
-        self.model = model
-        self.tokens = torch.zeros(MAX_STEP_ROWS, dtype=torch.long, device=device)
+        self.model, self.rows, self.has_logits = model, rows, has_logits
+        self.logits: torch.Tensor | None = None
+        self.tokens = torch.zeros(rows, dtype=torch.int32, device=device)
         self.length = torch.zeros(1, dtype=torch.int32, device=device)
         self.slot = torch.zeros(1, dtype=torch.int32, device=device)
         blocks = -(-model.max_positions // PAGE)
@@ -115,7 +119,7 @@ class PrefillStep:
             self._graph = captured(self._step)
 
     def run(self, ids: Sequence[int], start: int) -> None:
-        padded = list(ids) + [ids[-1]] * (MAX_STEP_ROWS - len(ids))
+        padded = list(ids) + [ids[-1]] * (self.rows - len(ids))
         self.tokens.copy_(torch.tensor(padded))
         self.length.fill_(start)
         if self._graph is not None:
@@ -124,7 +128,9 @@ class PrefillStep:
             self._step()
 
     def _step(self) -> None:
-        self.model.body(self.tokens, self.table, self.length, self.slot, MAX_STEP_ROWS)
+        run: Callable[..., Any] = self.model.step if self.has_logits else self.model.body
+        made: Any = run(self.tokens, self.table, self.length, self.slot, self.rows)
+        self.logits = made if self.has_logits else None
 
 
 def compile_steps(wanted: Iterable[tuple[GpuModel, Iterable[int]]]) -> int:
@@ -154,8 +160,8 @@ def captured(run: Callable[[], None]) -> Any:
 
 
 class GpuModel:
-    """Weights, cache and step. caches: one tensor [pages, 2, kv_heads, PAGE, dim] per layer. The last page is scratch:
-    rows of unused slots write there."""
+    """Weights, cache and step. cache: [layers, pages, 2, kv_heads, PAGE, dim]. The last page is scratch: rows of unused
+    slots write there."""
 
     def __init__(
         self,
@@ -173,9 +179,9 @@ class GpuModel:
     ) -> None:
         self.config, self.layers, self.embed, self.norm, self.head, self.ops = config, layers, embed, norm, head, ops
         self.device, self.max_positions, self.pages = embed.device, max_positions, pages
-        shape = (pages, 2, config.num_kv_heads, PAGE, config.head_dim)
-        self.caches = [torch.zeros(shape, dtype=kv_dtype, device=self.device) for _ in layers]
-        self._prefill_step: PrefillStep | None = None
+        shape = (len(layers), pages, 2, config.num_kv_heads, PAGE, config.head_dim)
+        self.cache = torch.zeros(shape, dtype=kv_dtype, device=self.device)
+        self._fixed_steps: dict[tuple[int, bool], FixedStep] = {}
         self.scratch: Any = None
         if "kernels" in ops.attention.__module__:
             if config.head_dim & (config.head_dim - 1):
@@ -212,9 +218,13 @@ class GpuModel:
     def body(self, tokens, table, lengths, slots, rows: int, tree=None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """All layers. Returns the residual [sequences * rows, H] bf16 and the partials still to be added to it."""
         ops, eps = self.ops, self.config.rms_norm_eps
-        x, parts = F.embedding(tokens, self.embed), None
-        for layer, cache in zip(self.layers, self.caches, strict=True):
-            h, scale = ops.add_norm(x, parts, layer.input_norm, eps, layer.qkv_in, layer.is_fp8, ops.pdl)
+        x = parts = None
+        for layer, cache in zip(self.layers, self.cache, strict=True):
+            how = (layer.input_norm, eps, layer.qkv_in, layer.is_fp8, ops.pdl)
+            if x is None:
+                x, h, scale = ops.embed_norm(tokens, self.embed, *how)
+            else:
+                h, scale = ops.add_norm(x, parts, *how)
             parts = self._product(layer.qkv, h, scale)
             h = ops.attention(
                 parts, layer, cache, table, lengths, slots, rows, self.max_positions, self.scratch, layer.o_in,
@@ -225,7 +235,7 @@ class GpuModel:
             tactic = layer.gate_up.tactic(h.shape[0])
             h = ops.gate_up(h, scale, layer.gate_up.data, layer.gate_up.scale, layer.down_in, tactic, ops.pdl)
             parts = self._product(layer.down, *self._quantized(layer, h, layer.down_in))
-        return x, parts
+        return x, parts  # type: ignore[return-value]
 
     @torch.inference_mode()
     def rehearse(self, rows: int) -> None:
@@ -233,7 +243,7 @@ class GpuModel:
         device = self.device
         table = torch.full((1, -(-self.max_positions // PAGE)), self.pages - 1, dtype=torch.int32, device=device)
         length, slot = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2))
-        logits = self.step(torch.zeros(rows, dtype=torch.long, device=device), table, length, slot, rows)
+        logits = self.step(torch.zeros(rows, dtype=torch.int32, device=device), table, length, slot, rows)
         self.ops.argmax(logits, torch.empty(rows, dtype=torch.int32, device=device), self.ops.pdl)
 
     @torch.inference_mode()
@@ -243,11 +253,25 @@ class GpuModel:
         Rows behind the text's end in the last step write positions that later steps write again. A prompt's last
         token is left to `step`, so that whatever is computed from it comes from the kernels that decode.
         """
-        if self._prefill_step is None:
-            self._prefill_step = PrefillStep(self)
-        self._prefill_step.table[0, : table.shape[1]] = table[slot]
+        step = self._fixed_step(MAX_STEP_ROWS, has_logits=False)
+        step.table[0, : table.shape[1]] = table[slot]
         for at in range(0, len(ids), MAX_STEP_ROWS):
-            self._prefill_step.run(ids[at : at + MAX_STEP_ROWS], at)
+            step.run(ids[at : at + MAX_STEP_ROWS], at)
+
+    @torch.inference_mode()
+    def one_step(self, token: int, start: int, table: torch.Tensor, slot: int) -> torch.Tensor:
+        """Logits float32 [1, V] after one token of `slot` at position `start`; overwritten by the next call."""
+        step = self._fixed_step(1, has_logits=True)
+        step.table[0, : table.shape[1]] = table[slot]
+        step.run([token], start)
+        assert step.logits is not None
+        return step.logits
+
+    def _fixed_step(self, rows: int, *, has_logits: bool) -> FixedStep:
+        key = (rows, has_logits)
+        if key not in self._fixed_steps:
+            self._fixed_steps[key] = FixedStep(self, rows, has_logits=has_logits)
+        return self._fixed_steps[key]
 
     def _product(self, weight: Weight, x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
         return self.ops.linear(x, scale, weight.data, weight.scale, weight.tactic(x.shape[0]), self.ops.pdl)

@@ -4,10 +4,6 @@ late, reads what was emitted.
 `RoundProgram` is the round as a fixed sequence of device operations over fixed buffers, for one batch size and one K;
 captured on a GPU, run step by step without one (the tests do that on a CPU). `GpuEngine` is the loop around it and
 takes everything a request goes through outside the round from `Engine`: checks, stop conditions, results.
-
-The first draft step feeds each sequence's last two tokens. The one before last is new to the drafter only if
-everything was accepted in the round before; otherwise its keys are written again as they are. So no round needs to
-know how the one before ended.
 """
 
 from __future__ import annotations
@@ -20,13 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from ..config import SamplingParams, SimulatedAcceptance
 from ..drafters.base import Drafter, Outcome, SlotState
-from ..errors import OptionError
+from ..errors import DAMAGED_LOGITS, OptionError
 from ..results import Round
-from .device_sampling import SlotParams, accept_greedy, accept_sampled, draw, probabilities, uniform
+from .device_sampling import SlotParams, accept_sampled, draw, probabilities, uniform
+from .drafting import Drafting, ModelDrafting
 from .engine import Engine, Request, _arbitrary_ids, _median_s
 from .gpu_model import MAX_STEP_ROWS, PAGE, GpuModel, captured, compile_steps
 from .sampling import Purpose
@@ -42,6 +38,7 @@ class DeviceState:
 
     length: torch.Tensor  # int32 [slots + 1]: tokens of the text, the last of which the target has not seen
     last: torch.Tensor  # int32 [slots + 1, 2]: the last two of them
+    text: torch.Tensor  # int32 [slots + 1, positions]: all of them
     table: torch.Tensor  # int32 [slots + 1, blocks]
     params: SlotParams
     forced: torch.Tensor  # int32 [period]: accepted drafts of round i, if acceptance is simulated
@@ -55,29 +52,34 @@ class DeviceState:
         return cls(
             length=ints(slots + 1, fill=2),
             last=ints(slots + 1, 2),
+            text=ints(slots + 1, blocks * PAGE),
             table=ints(slots + 1, blocks, fill=scratch_page),
             params=SlotParams.make(slots + 1, device),
             forced=ints(1),
             counter=torch.zeros(1, dtype=torch.long, device=device),
         )
 
+    @property
+    def scratch_slot(self) -> int:
+        return self.length.shape[0] - 1
+
 
 class RoundProgram:
     """One round for `batch` sequences. Inputs are set before a launch: `slots` [batch], and for a drafter on the host
-    `drafts` and `drafted_len`. Output: `out` int64 [batch, 2 K + 3]: accepted, the token after, K drafts, three clock
-    readings (start, drafted, verified), in `out` and `stamps`."""
+    `drafts` and `drafted_len`. Everything it tells the host lies in `report`, one int32 vector: three clock readings
+    (start, drafted, verified), whose logits were damaged [batch], `drafted_len` [batch], and
+    `out` [batch, K + 2]: accepted, the token after, K drafts."""
 
     def __init__(
         self,
         target: GpuModel,
-        drafter: GpuModel | None,
+        drafting: Drafting | None,
         state: DeviceState,
         *,
         batch: int,
         max_draft_len: int,
         is_sampled: bool = False,
         is_forced: bool = False,
-        draft_ids: torch.Tensor | None = None,
     ) -> None:
         if batch * (max_draft_len + 1) > MAX_STEP_ROWS:
             raise OptionError(
@@ -85,17 +87,22 @@ class RoundProgram:
                 f"at most {MAX_STEP_ROWS}",
                 "lower max_draft_len or max_batch_size",
             )
-        device = target.device
-        self.target, self.drafter, self.state, self.batch, self.k = target, drafter, state, batch, max_draft_len
-        self.is_sampled, self.is_forced, self.draft_ids = is_sampled, is_forced, draft_ids
-        self.slots = torch.full((batch,), state.length.shape[0] - 1, dtype=torch.long, device=device)
+        device, k = target.device, max_draft_len
+        self.target, self.drafting, self.state, self.batch, self.k = target, drafting, state, batch, k
+        self.is_sampled, self.is_forced = is_sampled, is_forced
+        self.slots = torch.full((batch,), state.scratch_slot, dtype=torch.long, device=device)
         self._chosen: list[int] = []
         self.proposed_s = 0.0  # what a drafter on the host took for the last launch
-        self.drafts = torch.zeros(batch, max_draft_len, dtype=torch.int32, device=device)
-        self.drafted_len = torch.full((batch,), max_draft_len, dtype=torch.long, device=device)
-        self.choices = torch.zeros(batch, max_draft_len + 1, dtype=torch.int32, device=device)
-        self.out = torch.zeros(batch, max_draft_len + 2, dtype=torch.int32, device=device)
-        self.stamps = torch.zeros(3, dtype=torch.long, device=device)
+
+        def ints(*shape: int) -> torch.Tensor:
+            return torch.zeros(*shape, dtype=torch.int32, device=device)
+
+        self.report = ints(6 + 2 * batch + batch * (k + 2))
+        stamps, self.damage, lengths, out = self.report.split([6, batch, batch, batch * (k + 2)])
+        self.stamps, self.drafted_len, self.out = stamps.view(torch.long), lengths.fill_(k), out.view(batch, k + 2)
+        self.slots32, self.starts, self.pair = ints(batch), ints(k + 2, batch), ints(batch, 2)
+        self.tokens, self.choices = ints(batch, k + 1), ints(batch, k + 1)
+        self.drafts = self.tokens[:, 1:]
         self._graph: Any = None
 
     # ------------------------------------------------------------------------------------------------------- launching
@@ -103,7 +110,7 @@ class RoundProgram:
     def choose(self, slots: Sequence[int]) -> None:
         """Serve these slots from the next launch on; rows left over go to the scratch slot."""
         if slots != self._chosen:
-            scratch = self.state.length.shape[0] - 1
+            scratch = self.state.scratch_slot
             self.slots.copy_(torch.tensor([*slots, *[scratch] * (self.batch - len(slots))]))
             self._chosen = list(slots)
 
@@ -120,21 +127,29 @@ class RoundProgram:
     def capture(self) -> None:
         """Compile every kernel by one rehearsal on the scratch slot, then record the graph. Advances nothing real."""
         keep = self.slots.clone()
-        self.slots.fill_(self.state.length.shape[0] - 1)
+        self.slots.fill_(self.state.scratch_slot)
         counter = self.state.counter.clone()
         self._graph = captured(self._run)
         self.state.counter.copy_(counter)
-        self.state.length[-1] = 2
         self.slots.copy_(keep)
 
     @torch.inference_mode()
     def _run(self) -> None:
+        state, ops = self.state, self.target.ops
         self._stamp(0)
-        q = self.draft(self.drafter) if self.drafter is not None else None
+        known = self.drafting.vocab_size if self.drafting is not None else self.target.config.vocab_size
+        ops.begin_round(
+            self.slots, state.length, state.last, self.slots32, self.starts, self.tokens, self.pair, self.damage,
+            known, ops.pdl,
+        )  # fmt: skip
+        q = self.drafting.draft(self) if self.drafting is not None else None
         self._stamp(1)
         logits = self.verify()
-        accepted, token = self.accept(logits, q)
-        self.advance(accepted, token)
+        ops.finish_round(
+            self.slots, state.length, state.last, state.text, self.tokens, self.choices, self.drafted_len,
+            state.forced if self.is_forced else None, state.counter, self.out,
+            decided=self.sampled(logits, q) if self.is_sampled and not self.is_forced else None, pdl=ops.pdl,
+        )  # fmt: skip
         self._stamp(2)
 
     def _stamp(self, i: int) -> None:
@@ -147,80 +162,23 @@ class RoundProgram:
 
     # ------------------------------------------------------------------------------------------------- the round itself
 
-    def draft(self, drafter: GpuModel) -> torch.Tensor | None:
-        """K tokens into `drafts`; returns q [B, K, V] if they were sampled."""
-        state, q = self.state, []
-        length = state.length[self.slots]
-        slots = self.slots.int()
-        tokens = state.last[self.slots].reshape(-1)
-        common = min(drafter.config.vocab_size, self.target.config.vocab_size)
-        if common < self.target.config.vocab_size:
-            tokens = torch.where(tokens < common, tokens, 0)  # an id that the drafter lacks: a guess costs speed only
-        for i in range(self.k):
-            rows = 2 if i == 0 else 1
-            start = length - 2 if i == 0 else length - 1 + i
-            logits = drafter.step(tokens, state.table, start, slots, rows)[rows - 1 :: rows]
-            if self.draft_ids is None:
-                logits = logits[:, :common]
-            if self.is_sampled:
-                params = state.params.select(self.slots)
-                probs = probabilities(logits, params)
-                token = draw(probs, uniform(params.seed, length.long() + i, Purpose.DRAFT))
-                self.drafts[:, i] = self._target_id(token).int()
-                q.append(self._over_target_vocabulary(probs))
-            elif self.draft_ids is None:
-                self.target.ops.argmax(logits, self.drafts[:, i], self.target.ops.pdl)
-            else:
-                best = torch.empty(self.batch, dtype=torch.int32, device=logits.device)
-                self.target.ops.argmax(logits, best, self.target.ops.pdl)
-                self.drafts[:, i] = self._target_id(best).int()
-            tokens = self.drafts[:, i]
-        return torch.stack(q, 1) if q else None
+    @property
+    def params(self) -> SlotParams:
+        return self.state.params.select(self.slots)
 
     def verify(self) -> torch.Tensor:
         """The target's logits, float32 [B, K + 1, V]; its argmax goes into `choices`."""
-        state = self.state
-        start = state.length[self.slots] - 1
-        tokens = torch.cat([state.last[self.slots, 1:], self.drafts], 1).reshape(-1)
-        logits = self.target.step(tokens, state.table, start, self.slots.int(), self.k + 1)
-        self.target.ops.argmax(logits, self.choices.view(-1), self.target.ops.pdl)
+        logits = self.target.step(self.tokens.view(-1), self.state.table, self.starts[1], self.slots32, self.k + 1)
+        self.target.ops.argmax(logits, self.choices.view(-1), self.target.ops.pdl, damage=self.damage)
         return logits.view(self.batch, self.k + 1, -1)
 
-    def accept(self, logits: torch.Tensor, q: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(accepted [B], the token after the accepted ones [B])."""
-        state = self.state
-        if self.is_forced:
-            accepted = state.forced[state.counter % state.forced.shape[0]].long().expand(self.batch)
-        elif self.is_sampled:
-            params = state.params.select(self.slots)
-            repeated = SlotParams(*(x.repeat_interleave(self.k + 1) for x in vars(params).values()))
-            p = probabilities(logits.reshape(-1, logits.shape[-1]), repeated).view_as(logits)
-            position = state.length[self.slots].long()
-            return accept_sampled(self.drafts, q, p, self.drafted_len, params.seed, position)
-        else:
-            accepted = accept_greedy(self.drafts, self.choices, self.drafted_len)
-        return accepted, self.choices.gather(1, accepted[:, None])[:, 0].long()
-
-    def advance(self, accepted: torch.Tensor, token: torch.Tensor) -> None:
-        """Write the outcome, move lengths and last tokens on. The scratch slot stays where it is."""
-        state = self.state
-        self.out[:, 0], self.out[:, 1], self.out[:, 2:] = accepted.int(), token.int(), self.drafts
-        window = torch.cat([state.last[self.slots, 1:], self.drafts], 1)  # window[a] is the token before the bonus
-        before = window.gather(1, accepted[:, None])[:, 0]
-        is_real = self.slots < state.length.shape[0] - 1
-        state.length[self.slots] += torch.where(is_real, accepted + 1, 0).int()
-        state.last[self.slots] = torch.stack([before, token.int()], 1)
-        state.counter += 1
-
-    def _target_id(self, token: torch.Tensor) -> torch.Tensor:
-        return token if self.draft_ids is None else self.draft_ids[token.long()]
-
-    def _over_target_vocabulary(self, probs: torch.Tensor) -> torch.Tensor:
-        missing = self.target.config.vocab_size - probs.shape[-1]
-        if self.draft_ids is not None:
-            full = torch.zeros(probs.shape[0], self.target.config.vocab_size, device=probs.device)
-            return full.index_copy_(1, self.draft_ids, probs)
-        return F.pad(probs, (0, missing)) if missing else probs
+    def sampled(self, logits: torch.Tensor, q: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(accepted [B], the token after the accepted ones [B]) by rejection sampling."""
+        params = self.params
+        repeated = SlotParams(*(x.repeat_interleave(self.k + 1) for x in vars(params).values()))
+        p = probabilities(logits.reshape(-1, logits.shape[-1]), repeated).view_as(logits)
+        position = self.state.length[self.slots].long()
+        return accept_sampled(self.drafts, q, p, self.drafted_len, params.seed, position)
 
 
 def position_limit(max_seq_len: int, max_draft_len: int) -> int:
@@ -258,16 +216,15 @@ class GpuEngine(Engine):
         *,
         max_slots: int,
         max_seq_len: int,
-        draft_model: GpuModel | None = None,
-        draft_ids: torch.Tensor | None = None,
+        drafting: Drafting | None = None,
         host_drafter: Drafter | None = None,
         max_draft_len: int = 0,
         simulated_acceptance: SimulatedAcceptance | None = None,
     ) -> None:
         self.target, self.tokenizer, self.eos_ids = target, tokenizer, frozenset(eos_ids)
-        self.drafter, self.draft_model, self.draft_ids = host_drafter, draft_model, draft_ids
+        self.drafter, self.drafting = host_drafter, drafting
         self.max_slots, self.max_seq_len = max_slots, max_seq_len
-        self.max_draft_len = max_draft_len if draft_model is not None or host_drafter is not None else 0
+        self.max_draft_len = max_draft_len if drafting is not None or host_drafter is not None else 0
         if self.max_draft_len >= MAX_STEP_ROWS:
             raise OptionError(f"max_draft_len is {self.max_draft_len}", f"at most {MAX_STEP_ROWS - 1} on the GPU path")
         self._most_active = min(max_slots, MAX_STEP_ROWS // (self.max_draft_len + 1))
@@ -290,13 +247,12 @@ class GpuEngine(Engine):
         if key not in self._programs:
             self._programs[key] = RoundProgram(
                 self.target,
-                self.draft_model,
+                self.drafting,
                 self.state,
                 batch=bucket,
                 max_draft_len=self.max_draft_len,
                 is_sampled=is_sampled,
                 is_forced=self._simulated is not None,
-                draft_ids=self.draft_ids,
             )
         return self._programs[key]
 
@@ -355,13 +311,7 @@ class GpuEngine(Engine):
         state.params.seed[slot] = request.seed & (2**62 - 1)
         device, last = state.length.device, request.prompt_ids[-1]
         self.target.prefill(request.prompt_ids[:-1], state.table, slot)
-        logits = self.target.step(
-            torch.tensor([last], device=device),
-            state.table,
-            torch.tensor([len(request.prompt_ids) - 1], dtype=torch.int32, device=device),
-            torch.tensor([slot], dtype=torch.int32, device=device),
-            1,
-        )
+        logits = self.target.one_step(last, len(request.prompt_ids) - 1, state.table, slot)
         self._argmax(logits)
         if params.is_greedy:
             token = int(logits.argmax())
@@ -371,14 +321,12 @@ class GpuEngine(Engine):
             token = int(draw(probabilities(logits, own), uniform(own.seed, position, Purpose.TOKEN)))
         request.ttft_s = request.latency_s = time.perf_counter() - request.start_s
         self._emit(request, Verdict(0, (token,)), logits)
-        state.length[slot] = len(request.token_ids)
-        state.last[slot] = torch.tensor(request.token_ids[-2:], dtype=torch.int32, device=device)
+        ids = torch.tensor(request.token_ids, dtype=torch.int32, device=device)
+        state.length[slot], state.last[slot], state.text[slot, : len(ids)] = len(ids), ids[-2:], ids
         if request.finish_reason:
             return
-        if self.draft_model is not None:
-            size = self.draft_model.config.vocab_size
-            readable = [t if t < size else 0 for t in request.prompt_ids[:-1]]
-            self.draft_model.prefill(readable, state.table, slot)
+        if self.drafting is not None:
+            self.drafting.begin(request.prompt_ids[:-1], state.table, slot)
         elif self.drafter is not None:
             self.drafter.reset(slot, request.prompt_ids)
 
@@ -409,7 +357,7 @@ class GpuEngine(Engine):
             while in_flight:
                 self._read(program, active, in_flight.popleft())
         finally:
-            if program.out.is_cuda:
+            if program.report.is_cuda:
                 torch.cuda.current_stream().synchronize()
 
     def _launch(self, program: RoundProgram, active: Sequence[Request]) -> None:
@@ -429,26 +377,28 @@ class GpuEngine(Engine):
         program.launch()
 
     @staticmethod
-    def _fetch(program: RoundProgram) -> tuple[Any, ...]:
-        """Start copying a round's outcome to the host; the event tells when it is there."""
-        if not program.out.is_cuda:
-            return program.out.clone(), program.stamps.clone(), program.drafted_len.clone(), None
-        copies = []
-        for source in (program.out, program.stamps, program.drafted_len):
-            pinned = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-            copies.append(pinned.copy_(source, non_blocking=True))
+    def _fetch(program: RoundProgram) -> tuple[torch.Tensor, Any]:
+        """Start copying a round's report to the host; the event tells when it is there."""
+        if not program.report.is_cuda:
+            return program.report.clone(), None
+        pinned = torch.empty(program.report.shape, dtype=torch.int32, pin_memory=True)
+        pinned.copy_(program.report, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        return (*copies, event)
+        return pinned, event
 
-    def _read(self, program: RoundProgram, active: Sequence[Request], fetched: tuple) -> None:
-        out, stamps, lengths, event = fetched
+    def _read(self, program: RoundProgram, active: Sequence[Request], fetched: tuple[torch.Tensor, Any]) -> None:
+        report, event = fetched
         if event is not None:
             event.synchronize()
-        began, drafted, ended = stamps.tolist()
+        batch = program.batch
+        stamps, damage, lengths, out = report.split([6, batch, batch, batch * (program.k + 2)])
+        began, drafted, ended = stamps.view(torch.long).tolist()
+        if bool(damage[: len(active)].any()):
+            raise FloatingPointError(DAMAGED_LOGITS)
         now = time.perf_counter()
         outcomes = []
-        for request, row, length in zip(active, out.tolist(), lengths.tolist(), strict=False):
+        for request, row, length in zip(active, out.view(batch, -1).tolist(), lengths.tolist(), strict=False):
             if request.finish_reason:
                 continue
             accepted, token, drafts = row[0], row[1], row[2 : 2 + length]
@@ -480,13 +430,15 @@ class GpuEngine(Engine):
     def time_draft(self, max_draft_len: int, context: int, repeats: int = 7) -> float:
         """Median seconds of drafting `max_draft_len` tokens for one request: K draft steps one after another, the
         first over two rows."""
-        if self.draft_model is None:
+        if not isinstance(self.drafting, ModelDrafting):
             return super().time_draft(max_draft_len, context, repeats)
-        ids = _arbitrary_ids(self.draft_model.config.vocab_size, context + 2)
-        return self._time_chain(self.draft_model, ids, [2] + [1] * (max_draft_len - 1), context, repeats)
+        model = self.drafting.model
+        ids = _arbitrary_ids(model.config.vocab_size, context + 2)
+        chain = [2] + [1] * (max_draft_len - 1)
+        return self._time_chain(model, ids, chain, context, repeats, self.drafting.head_ids)
 
     def _time_chain(
-        self, model: GpuModel, ids: Sequence[int], chain: Sequence[int], context: int, repeats: int
+        self, model: GpuModel, ids: Sequence[int], chain: Sequence[int], context: int, repeats: int, head_ids=None
     ) -> float:
         """Median seconds of steps with these numbers of rows one after another, each after `context` tokens."""
         device, most = model.device, max(chain)
@@ -496,7 +448,7 @@ class GpuEngine(Engine):
             raise OptionError("the cache pages are held by open streams", "free ones", "finish or close a stream")
         table[slot] = torch.tensor(self._pages[-self._blocks :], dtype=torch.int32, device=device)
         model.prefill(ids[:context], table, slot)
-        tokens = torch.tensor(ids[context : context + most], device=device)
+        tokens = torch.tensor(ids[context : context + most], dtype=torch.int32, device=device)
         lengths = torch.tensor([context], dtype=torch.int32, device=device)
         slots = torch.tensor([slot], dtype=torch.int32, device=device)
         best = torch.empty(most, dtype=torch.int32, device=device)
@@ -504,7 +456,7 @@ class GpuEngine(Engine):
         def steps() -> None:
             for rows in chain:
                 logits = model.step(tokens[:rows], table, lengths, slots, rows)
-                model.ops.argmax(logits, best[:rows], model.ops.pdl)
+                model.ops.argmax(logits, best[:rows], model.ops.pdl, ids=head_ids)
 
         if device.type != "cuda":
             return _median_s(steps, repeats)

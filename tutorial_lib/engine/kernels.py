@@ -3,13 +3,16 @@
 A step at batch 1 reads every weight once and does little else, so there are few kernels and each is shaped for 1 to 64
 rows. One layer is seven launches:
 
-    add_norm      residual += sum of split-K partials; RMSNorm; quantize
+    add_norm      residual += sum of split-K partials; RMSNorm; quantize    (first layer: embed_norm, look up and norm)
     linear        q, k, v                                        (skinny product, split over K where that is faster)
     attention     sum partials, rotate, append to the paged cache, attend, combine splits, quantize
     linear        output projection
     add_norm
     gate_up       gate and up in one product, SiLU(gate) * up, quantize
     linear        down projection, whose partials the next add_norm sums
+
+A round adds `begin_round` (where every step starts), an `argmax` after each output head, and `finish_round` (accept,
+advance).
 
 The order in which a row's numbers are added never depends on how many rows there are: tiles and splits are fixed
 positions in K and in the sequence. So a token verified among K others gets the very logits that plain decoding gives.
@@ -31,6 +34,7 @@ from .reference import FP8, PAGE
 
 MAX_PROGRAMS = 32  # attention programs per head: beyond this many pages each takes several
 MAX_LANES = 32  # query vectors (rows times heads of a group) per attention program: more would combine alone
+ONE_ARGMAX, ARGMAX_TILE = 16384, 2048  # rows up to the first are searched by one program, longer ones in tiles
 IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
 _WIDEN = tl.constexpr(IS_INTERPRETED)  # Triton's interpreter cannot multiply bf16: there, and only there, widen first
 
@@ -172,10 +176,12 @@ def gate_up(x, x_scale, weight, weight_scale, out_scale, tactic: Tactic, pdl: bo
 
 @triton.jit(do_not_specialize=["rows"])
 def _add_norm_kernel(
-    residual_ptr, parts_ptr, weight_ptr, out_ptr, scale_in_ptr, scale_out_ptr, rows, width, eps,
-    SPLITS: tl.constexpr, BLOCK: tl.constexpr, QUANT: tl.constexpr, PDL: tl.constexpr,
+    residual_ptr, parts_ptr, token_ptr, embed_ptr, weight_ptr, out_ptr, scale_in_ptr, scale_out_ptr,
+    rows, width, token_stride, eps,
+    SPLITS: tl.constexpr, IS_LOOKUP: tl.constexpr, BLOCK: tl.constexpr, QUANT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row: residual += sum of partials, then RMSNorm. QUANT: 0 bf16 out, 1 given scale, 2 this row's own."""
+    """One row: residual += sum of partials (or = the row of a token), then RMSNorm. QUANT: 0 bf16 out, 1 given scale,
+    2 this row's own."""
     row = tl.program_id(0)
     i = tl.arange(0, BLOCK)
     inside = i < width
@@ -183,7 +189,12 @@ def _add_norm_kernel(
     if PDL:
         tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
-    x = tl.load(residual_ptr + row * width + i, mask=inside, other=0.0).to(tl.float32)
+    if IS_LOOKUP:
+        token = tl.load(token_ptr + row * token_stride).to(tl.int64)
+        x = tl.load(embed_ptr + token * width + i, mask=inside, other=0.0).to(tl.float32)
+        tl.store(residual_ptr + row * width + i, x.to(tl.bfloat16), mask=inside)
+    else:
+        x = tl.load(residual_ptr + row * width + i, mask=inside, other=0.0).to(tl.float32)
     if SPLITS > 0:
         added = tl.zeros([BLOCK], tl.float32)
         for s in tl.static_range(SPLITS):
@@ -209,14 +220,26 @@ def add_norm(residual, parts, weight, eps: float, scale, is_quantized: bool, pdl
     (bf16 [rows, width], None), or if `is_quantized` (FP8 [rows, width], float32 scales [rows]): by the calibrated
     `scale` (float32 scalar tensor), or by each row's own largest value if `scale` is None. parts may be None.
     """
+    return _norm(residual, parts, None, None, weight, eps, scale, is_quantized, pdl)
+
+
+def embed_norm(tokens, embed, weight, eps: float, scale, is_quantized: bool, pdl: bool = False):
+    """What a step begins with: (residual bf16 [rows, width], and its RMSNorm as from `add_norm`). tokens: int [rows],
+    any stride; embed: bf16 [vocab, width]."""
+    residual = torch.empty(tokens.shape[0], embed.shape[1], device=embed.device, dtype=embed.dtype)
+    return residual, *_norm(residual, None, tokens, embed, weight, eps, scale, is_quantized, pdl)
+
+
+def _norm(residual, parts, tokens, embed, weight, eps, scale, is_quantized, pdl):
     rows, width = residual.shape
     out = torch.empty(rows, width, device=residual.device, dtype=FP8 if is_quantized else torch.bfloat16)
     scales = torch.empty(rows, device=residual.device, dtype=torch.float32) if is_quantized else None
     _add_norm_kernel[(rows,)](
-        residual, parts, weight, out, scale, scales, rows, width, eps,
-        SPLITS=0 if parts is None else parts.shape[0], BLOCK=triton.next_power_of_2(width),
-        QUANT=0 if not is_quantized else 1 if scale is not None else 2, PDL=pdl and not IS_INTERPRETED,
-        num_warps=16 if width >= 4096 else 8, **launch_options(pdl),
+        residual, parts, tokens, embed, weight, out, scale, scales,
+        rows, width, 0 if tokens is None else tokens.stride(0), eps,
+        SPLITS=0 if parts is None else parts.shape[0], IS_LOOKUP=tokens is not None,
+        BLOCK=triton.next_power_of_2(width), QUANT=0 if not is_quantized else 1 if scale is not None else 2,
+        PDL=pdl and not IS_INTERPRETED, num_warps=16 if width >= 4096 else 8, **launch_options(pdl),
     )  # fmt: skip
     return out, scales
 
@@ -525,48 +548,191 @@ def attention(
     return out
 
 
-# ---------------------------------------------------------------------------------------------------- argmax, accept
+# ---------------------------------------------------------------------------------------------------- argmax, rounds
 
 
 @triton.jit
-def _argmax_kernel(logits_ptr, stride, best_ptr, where_ptr, vocab, tiles, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _argmax_kernel(
+    logits_ptr, stride, best_ptr, where_ptr, ids_ptr, out_ptr, out_stride, damage_ptr, damage_rows, vocab, tiles,
+    IS_ONE: tl.constexpr, HAS_IDS: tl.constexpr, HAS_DAMAGE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     row, tile = tl.program_id(0), tl.program_id(1)
     if PDL:
         tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
     i = tile * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits_ptr + row.to(tl.int64) * stride + i, mask=i < vocab, other=-float("inf"))
-    x = tl.where(x == x, x, -float("inf"))  # NaN: the result is to stay an index whatever happens
-    tl.store(best_ptr + row * tiles + tile, tl.max(x, 0))
-    tl.store(where_ptr + row * tiles + tile, tile * BLOCK + tl.argmax(x, 0))
+    x = tl.where(x == x, x, float("inf"))  # NaN: reported like infinity, and the result stays an index
+    best, where = tl.max(x, 0), tile * BLOCK + tl.argmax(x, 0)
+    if IS_ONE:
+        _store_choice(best, where, row, ids_ptr, out_ptr, out_stride, damage_ptr, damage_rows, HAS_IDS, HAS_DAMAGE)
+    else:
+        tl.store(best_ptr + row * tiles + tile, best)
+        tl.store(where_ptr + row * tiles + tile, where)
 
 
 @triton.jit
-def _argmax_finish_kernel(best_ptr, where_ptr, out_ptr, out_stride, tiles, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _store_choice(
+    best, where, row, ids_ptr, out_ptr, out_stride, damage_ptr, damage_rows,
+    HAS_IDS: tl.constexpr, HAS_DAMAGE: tl.constexpr,
+):  # fmt: skip
+    if HAS_IDS:
+        where = tl.load(ids_ptr + where).to(tl.int32)
+    tl.store(out_ptr + row * out_stride, where)
+    if HAS_DAMAGE:
+        if tl.abs(best) == float("inf"):
+            tl.store(damage_ptr + row // damage_rows, 1)
+
+
+@triton.jit
+def _argmax_finish_kernel(
+    best_ptr, where_ptr, ids_ptr, out_ptr, out_stride, damage_ptr, damage_rows, tiles,
+    HAS_IDS: tl.constexpr, HAS_DAMAGE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
     if PDL:
         tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
     i = tl.arange(0, BLOCK)
     x = tl.load(best_ptr + row * tiles + i, mask=i < tiles, other=-float("inf"))
-    tl.store(out_ptr + row * out_stride, tl.load(where_ptr + row * tiles + tl.argmax(x, 0)))
+    where = tl.load(where_ptr + row * tiles + tl.argmax(x, 0))
+    _store_choice(tl.max(x, 0), where, row, ids_ptr, out_ptr, out_stride, damage_ptr, damage_rows, HAS_IDS, HAS_DAMAGE)
 
 
-def argmax(logits, out, pdl: bool = False) -> None:
-    """out[row] = index of the largest logit (the first of equals). logits float32 [rows, vocab], rows any distance
-    apart; out int32 [rows], any stride."""
+def argmax(logits, out, pdl: bool = False, *, ids=None, damage=None) -> None:
+    """out[row] = index of the largest logit (the first of equals), or `ids` there.
+
+    logits float32 [rows, vocab], rows any distance apart; out int32 [rows], any stride; ids int [vocab]: what each
+    index stands for (a shortlist). damage int32 [B]: entry i becomes 1 if the largest logit in one of the i-th rows / B
+    rows is NaN or infinite.
+    """
     rows, vocab = logits.shape
-    block = 2048
+    is_one = vocab <= ONE_ARGMAX
+    block = triton.next_power_of_2(vocab) if is_one else ARGMAX_TILE
     tiles = triton.cdiv(vocab, block)
-    best = torch.empty(rows, tiles, device=logits.device, dtype=torch.float32)
-    where = torch.empty(rows, tiles, device=logits.device, dtype=torch.int32)
-    on = pdl and not IS_INTERPRETED
+    each = 1 if damage is None else rows // damage.shape[0]
+    best = where = None
+    if not is_one:
+        best = torch.empty(rows, tiles, device=logits.device, dtype=torch.float32)
+        where = torch.empty(rows, tiles, device=logits.device, dtype=torch.int32)
+    options = {"HAS_IDS": ids is not None, "HAS_DAMAGE": damage is not None, "PDL": pdl and not IS_INTERPRETED}
+    options |= launch_options(pdl)
     _argmax_kernel[(rows, tiles)](
-        logits, logits.stride(0), best, where, vocab, tiles, BLOCK=block, PDL=on, **launch_options(pdl)
-    )
-    _argmax_finish_kernel[(rows,)](
-        best, where, out, out.stride(0), tiles, BLOCK=triton.next_power_of_2(tiles), PDL=on, **launch_options(pdl)
-    )
+        logits, logits.stride(0), best, where, ids, out, out.stride(0), damage, each, vocab, tiles,
+        IS_ONE=is_one, BLOCK=block, num_warps=min(16, max(4, block // 1024)), **options,
+    )  # fmt: skip
+    if not is_one:
+        _argmax_finish_kernel[(rows,)](
+            best, where, ids, out, out.stride(0), damage, each, tiles, BLOCK=triton.next_power_of_2(tiles), **options
+        )
+
+
+@triton.jit
+def _begin_round_kernel(
+    slots_ptr, length_ptr, last_ptr, slots_out_ptr, starts_ptr, tokens_ptr, pair_ptr, damage_ptr,
+    batch, token_stride, steps, common,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    b = tl.arange(0, BLOCK)
+    inside = b < batch
+    slot = tl.load(slots_ptr + b, mask=inside, other=0).to(tl.int32)
+    if PDL:
+        tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
+    length = tl.load(length_ptr + slot, mask=inside, other=2)
+    before = tl.load(last_ptr + 2 * slot, mask=inside, other=0)
+    last = tl.load(last_ptr + 2 * slot + 1, mask=inside, other=0)
+    tl.store(slots_out_ptr + b, slot, mask=inside)
+    for i in range(0, steps):
+        tl.store(starts_ptr + i * batch + b, length - 2 + i, mask=inside)
+    tl.store(tokens_ptr + b * token_stride, last, mask=inside)
+    tl.store(pair_ptr + 2 * b, tl.where(before < common, before, 0), mask=inside)
+    tl.store(pair_ptr + 2 * b + 1, tl.where(last < common, last, 0), mask=inside)
+    tl.store(damage_ptr + b, 0, mask=inside)
+
+
+def begin_round(slots, length, last, slots_out, starts, tokens, pair, damage, common: int, pdl: bool = False) -> None:
+    """What the steps of a round start from, for the `slots` int64 [B] of `length` int32 and `last` int32 [.., 2].
+
+    slots_out int32 [B]: the slots. starts int32 [K + 2, B]: row j is the position length - 2 + j. tokens int32
+    [B, K + 1]: its first column becomes the last token. pair int32 [B, 2]: the last two tokens, 0 for those from
+    `common` on (ids that the drafter lacks). damage int32 [B] becomes 0.
+    """
+    batch = slots.shape[0]
+    _begin_round_kernel[(1,)](
+        slots, length, last, slots_out, starts, tokens, pair, damage,
+        batch, tokens.stride(0), starts.shape[0], common,
+        BLOCK=triton.next_power_of_2(batch), PDL=pdl and not IS_INTERPRETED, num_warps=1, **launch_options(pdl),
+    )  # fmt: skip
+
+
+@triton.jit
+def _finish_round_kernel(
+    slots_ptr, length_ptr, last_ptr, text_ptr, tokens_ptr, choices_ptr, drafted_len_ptr, forced_ptr, counter_ptr,
+    accepted_ptr, token_ptr, out_ptr, batch, draft_len, text_stride, period, scratch_slot,
+    KIND: tl.constexpr, BATCH: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """KIND: 0 greedy, 1 forced, 2 decided already."""
+    b, k = tl.arange(0, BATCH), tl.arange(0, DEPTH)
+    inside = b < batch
+    drafted_len = tl.load(drafted_len_ptr + b, mask=inside, other=0)
+    if PDL:
+        tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
+    slot = tl.load(slots_ptr + b, mask=inside, other=0).to(tl.int32)
+    at = b[:, None] * (draft_len + 1) + k[None, :]
+    is_row = inside[:, None] & (k <= draft_len)[None, :]
+    tokens = tl.load(tokens_ptr + at, mask=is_row, other=0)  # the last token, then the drafts
+    drafts = tl.load(tokens_ptr + at + 1, mask=inside[:, None] & (k < draft_len)[None, :], other=0)
+    if KIND == 2:
+        accepted = tl.load(accepted_ptr + b, mask=inside, other=0).to(tl.int32)
+        token = tl.load(token_ptr + b, mask=inside, other=0).to(tl.int32)
+    else:
+        choices = tl.load(choices_ptr + at, mask=is_row, other=0)
+        if KIND == 1:
+            counter = tl.load(counter_ptr)
+            accepted = tl.zeros([BATCH], tl.int32) + tl.load(forced_ptr + counter % period)
+        else:
+            is_kept = (drafts == choices) & (k[None, :] < drafted_len[:, None]) & (k < draft_len)[None, :]
+            accepted = tl.min(tl.where(is_kept, draft_len, k[None, :]), 1)
+            accepted = tl.minimum(accepted, draft_len)
+        token = tl.sum(tl.where(k[None, :] == accepted[:, None], choices, 0), 1)
+    before = tl.sum(tl.where(k[None, :] == accepted[:, None], tokens, 0), 1)
+    length = tl.load(length_ptr + slot, mask=inside, other=0)
+    emitted = tl.where(k[None, :] < accepted[:, None], drafts, token[:, None])
+    row = slot.to(tl.int64)[:, None] * text_stride + length[:, None] + k[None, :]
+    tl.store(text_ptr + row, emitted, mask=is_row & (k[None, :] <= accepted[:, None]))
+    tl.store(length_ptr + slot, length + accepted + 1, mask=inside & (slot < scratch_slot))
+    tl.store(last_ptr + 2 * slot, before, mask=inside)
+    tl.store(last_ptr + 2 * slot + 1, token, mask=inside)
+    out = out_ptr + b * (draft_len + 2)
+    tl.store(out, accepted, mask=inside)
+    tl.store(out + 1, token, mask=inside)
+    tl.store(out[:, None] + 2 + k[None, :], drafts, mask=inside[:, None] & (k < draft_len)[None, :])
+    tl.store(counter_ptr, tl.load(counter_ptr) + 1)
+
+
+def finish_round(
+    slots, length, last, text, tokens, choices, drafted_len, forced, counter, out, *,
+    decided=None, pdl: bool = False,
+) -> None:  # fmt: skip
+    """Accept, and move every sequence on.
+
+    tokens int32 [B, K + 1]: last token and drafts. choices int32 [B, K + 1]: the target's. drafted_len int32 [B].
+    forced int32 [period] or None: accepted drafts of round `counter` (int64 [1]). decided: (accepted, token after
+    them) int64 [B] each, where sampling has settled that. Writes `out` int32 [B, K + 2] (accepted, token, drafts),
+    appends to `text` int32 [slots, ...], and advances `length`, `last` and `counter`. The last slot is scratch: its
+    length stays.
+    """
+    batch, width = tokens.shape
+    accepted, token = decided if decided is not None else (None, None)
+    _finish_round_kernel[(1,)](
+        slots, length, last, text, tokens, choices, drafted_len, forced, counter, accepted, token, out,
+        batch, width - 1, text.stride(0), 1 if forced is None else forced.shape[0], length.shape[0] - 1,
+        KIND=2 if decided is not None else 1 if forced is not None else 0,
+        BATCH=triton.next_power_of_2(batch), DEPTH=triton.next_power_of_2(width), PDL=pdl and not IS_INTERPRETED,
+        num_warps=1, **launch_options(pdl),
+    )  # fmt: skip
 
 
 @triton.jit

@@ -6,6 +6,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from .device_sampling import accept_greedy
+
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 PAGE = 64  # tokens per block of the KV cache, and per attention tile
@@ -39,6 +41,11 @@ def add_norm(residual, parts, weight, eps, scale, is_quantized, pdl=False):
         return x.to(torch.bfloat16), None
     scales = scale.expand(x.shape[0]) if scale is not None else x.abs().amax(-1).clamp_min(1e-6) / FP8_MAX
     return to_fp8(x, scales[:, None]), scales.contiguous()
+
+
+def embed_norm(tokens, embed, weight, eps, scale, is_quantized, pdl=False):
+    residual = F.embedding(tokens, embed)
+    return residual, *add_norm(residual, None, weight, eps, scale, is_quantized)
 
 
 def quantize_rows(x, pdl=False):
@@ -104,5 +111,40 @@ def attention(
     return out.to(torch.bfloat16) if out_scale is None else to_fp8(out, out_scale)
 
 
-def argmax(logits, out, pdl=False) -> None:
-    out.copy_(logits.argmax(-1))
+def argmax(logits, out, pdl=False, *, ids=None, damage=None) -> None:
+    best, where = logits.nan_to_num(torch.inf, torch.inf, -torch.inf).max(-1)
+    out.copy_(where if ids is None else ids[where])
+    if damage is not None:
+        damage |= best.isinf().view(damage.shape[0], -1).any(-1).int()
+
+
+def begin_round(slots, length, last, slots_out, starts, tokens, pair, damage, common, pdl=False) -> None:
+    damage.zero_()
+    slots_out.copy_(slots)
+    starts.copy_(length[slots] - 2 + torch.arange(starts.shape[0], dtype=torch.int32, device=starts.device)[:, None])
+    tokens[:, 0] = last[slots, 1]
+    pair.copy_(torch.where(last[slots] < common, last[slots], 0))
+
+
+def finish_round(
+    slots, length, last, text, tokens, choices, drafted_len, forced, counter, out, *, decided=None, pdl=False
+) -> None:
+    drafts, at = tokens[:, 1:], torch.arange(tokens.shape[1], device=tokens.device)
+    if decided is not None:
+        accepted, token = decided
+    else:
+        accepted = accept_greedy(drafts, choices, drafted_len)
+        if forced is not None:
+            accepted = forced[counter % forced.shape[0]].long().expand(tokens.shape[0])
+        token = choices.gather(1, accepted[:, None])[:, 0]
+    out[:, 0], out[:, 1], out[:, 2:] = accepted.int(), token.int(), drafts
+    emitted = torch.where(at < accepted[:, None], torch.cat([drafts, tokens[:, :1]], 1), token.int()[:, None])
+    where = length[slots].long()[:, None] + at
+    is_new = at <= accepted[:, None]
+    rows = slots[:, None].expand_as(where)
+    text[rows[is_new], where[is_new]] = emitted[is_new]
+    before = tokens.gather(1, accepted[:, None])[:, 0]
+    is_real = slots < length.shape[0] - 1
+    length[slots] += torch.where(is_real, accepted + 1, 0).int()
+    last[slots] = torch.stack([before, token.int()], 1)
+    counter += 1

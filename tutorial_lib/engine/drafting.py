@@ -1,0 +1,81 @@
+"""What proposes on the device, inside a round's graph: no branch on data, nothing read back.
+
+The counterpart of `drafters/` (which runs on the host, between rounds) for `graph.RoundProgram`. A `Drafting` fills
+the round's `tokens` behind their first column and, where it sampled, returns the distributions it drew from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from .device_sampling import draw, probabilities, uniform
+from .gpu_model import GpuModel
+from .sampling import Purpose
+
+if TYPE_CHECKING:
+    from .graph import RoundProgram
+
+
+class Drafting(Protocol):
+    """vocab_size: ids from here on mean nothing to it and are read as id 0 (a guess costs speed only)."""
+
+    vocab_size: int
+
+    def begin(self, prompt_ids: Sequence[int], table: torch.Tensor, slot: int) -> None:
+        """A new request takes `slot`; `prompt_ids` is its text but for the last token, which `last` holds."""
+
+    def draft(self, round: RoundProgram) -> torch.Tensor | None:
+        """K tokens per sequence into `round.tokens[:, 1:]`; returns q float32 [B, K, V] if they were sampled."""
+
+
+class ModelDrafting:
+    """A smaller model drafts a chain. head_ids: int64 [V_d], the target ids of its output rows, or None if row i is
+    id i.
+
+    The first step feeds each sequence's last two tokens. The one before last is new to the drafter only if everything
+    was accepted in the round before; otherwise its keys are written again as they are. So no round needs to know how
+    the one before ended.
+    """
+
+    def __init__(self, model: GpuModel, head_ids: torch.Tensor | None = None) -> None:
+        self.model, self.head_ids, self.vocab_size = model, head_ids, model.config.vocab_size
+
+    def begin(self, prompt_ids: Sequence[int], table: torch.Tensor, slot: int) -> None:
+        self.model.prefill([t if t < self.vocab_size else 0 for t in prompt_ids], table, slot)
+
+    def draft(self, round: RoundProgram) -> torch.Tensor | None:
+        tokens, q = round.pair.view(-1), []
+        for i in range(round.k):
+            rows = 2 if i == 0 else 1
+            start = round.starts[0 if i == 0 else i + 1]
+            logits = self.model.step(tokens, round.state.table, start, round.slots32, rows)[rows - 1 :: rows]
+            if self.head_ids is None:
+                logits = logits[:, : round.target.config.vocab_size]
+            if round.is_sampled:
+                probs, tokens = self._sample(round, logits, i)
+                q.append(probs)
+            else:
+                tokens = round.tokens[:, i + 1]
+                round.target.ops.argmax(logits, tokens, round.target.ops.pdl, ids=self.head_ids)
+        return torch.stack(q, 1) if q else None
+
+    def _sample(self, round: RoundProgram, logits: torch.Tensor, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the distribution over the target's ids, the tokens drawn)."""
+        params = round.params
+        probs = probabilities(logits, params)
+        position = round.starts[0].long() + 2 + i
+        token = draw(probs, uniform(params.seed, position, Purpose.DRAFT))
+        if self.head_ids is not None:
+            token = self.head_ids[token]
+        round.tokens[:, i + 1] = token.int()
+        return self._over_target_vocabulary(probs, round.target.config.vocab_size), round.tokens[:, i + 1]
+
+    def _over_target_vocabulary(self, probs: torch.Tensor, size: int) -> torch.Tensor:
+        if self.head_ids is not None:
+            full = torch.zeros(probs.shape[0], size, device=probs.device)
+            return full.index_copy_(1, self.head_ids, probs)
+        return F.pad(probs, (0, size - probs.shape[-1])) if probs.shape[-1] < size else probs
