@@ -7,12 +7,13 @@ k-th round.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
 from tutorial_lib.config import SamplingParams
-from tutorial_lib.drafters.base import Draft, Outcome, SlotState
+from tutorial_lib.drafters.base import ROOT, Draft, Outcome, SlotState
 from tutorial_lib.engine.engine import Engine
 from tutorial_lib.engine.linear import make_linear
 from tutorial_lib.engine.model import Model, ModelConfig, Segment, pack
@@ -112,6 +113,59 @@ class Replay:
         right = self.right(self.rounds[state.slot], budget)
         self.rounds[state.slot] += 1
         return Draft(tuple(t if i < right else (t + 1) % self.vocab_size for i, t in enumerate(truth)))
+
+
+class Trees(Replay):
+    """Drafts random trees: one branch follows the known text for `right(round, budget)` tokens, up to `width` wrong
+    candidates stand beside each of its tokens, and more or less of them have branches of their own. The order of the
+    tokens is random too, parents first. `mixed`: some rounds draft a chain or nothing instead."""
+
+    def __init__(self, *arguments, width: int = 3, mixed: bool = False, feature_layers: tuple[int, ...] = ()) -> None:
+        super().__init__(*arguments)
+        self.width, self.mixed, self.feature_layers, self.random = width, mixed, feature_layers, random.Random(0)
+
+    def _draft(self, state: SlotState) -> Draft:
+        number, chain = self.rounds[state.slot], super()._draft(state)
+        kind = (number + state.slot) % 4 if self.mixed else 0
+        if kind in (1, 2) or not chain.tokens:
+            return chain if kind != 2 else Draft()
+        text = next(t for t in self.texts if t[: len(state.token_ids)] == state.token_ids)
+        right, start = self.right(number, state.budget), len(state.token_ids)
+        nodes: list[tuple[int, int, int]] = []  # (parent, token, depth)
+        for depth, token in enumerate(text[start : start + right]):
+            nodes.append((depth - 1, token, depth + 1))
+        for parent, depth in [(i, i + 1) for i in range(-1, right) if i + 1 < state.budget]:
+            wrong = self.random.randint(1 if right == 0 else 0, self.width)
+            offsets = self.random.sample(range(1, self.vocab_size), wrong)
+            nodes += [(parent, (text[start + depth] + o) % self.vocab_size, depth + 1) for o in offsets]
+        for i in range(right, len(nodes)):  # branches behind wrong tokens; the text's own tokens are bait there
+            at = i
+            while nodes[at][2] < state.budget and self.random.random() < 0.5:
+                token = self.random.choice([text[start + nodes[at][2]], self.random.randrange(self.vocab_size)])
+                nodes.append((at, token, nodes[at][2] + 1))
+                at = len(nodes) - 1
+        return shuffled([(parent, token) for parent, token, _ in nodes], self.random)
+
+
+def shuffled(nodes: Sequence[tuple[int, int]], generator: random.Random) -> Draft:
+    """The tree of (parent, token) with its tokens in a random order that puts parents first."""
+    place: dict[int, int] = {ROOT: ROOT}
+    while len(place) <= len(nodes):
+        ready = [i for i, (parent, _) in enumerate(nodes) if i not in place and parent in place]
+        place[generator.choice(ready)] = len(place) - 1
+    order = sorted((i for i in place if i != ROOT), key=place.__getitem__)
+    return Draft(tuple(nodes[i][1] for i in order), tuple(place[nodes[i][0]] for i in order))
+
+
+class AsTree:
+    """A drafter of chains that spells out the parents of every token."""
+
+    def __init__(self, inner) -> None:
+        self.inner, self.reset, self.observe = inner, inner.reset, inner.observe
+        self.feature_layers = inner.feature_layers
+
+    def propose(self, states: Sequence[SlotState]) -> list[Draft]:
+        return [Draft(d.tokens, d.tree, d.probs) for d in self.inner.propose(states)]
 
 
 def oracle(texts: Iterable[Sequence[int]]) -> Replay:

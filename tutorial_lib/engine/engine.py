@@ -356,9 +356,8 @@ class Engine:
         def draft() -> None:
             length = next(lengths)
             (found,) = drafter.propose([SlotState(slot, ids[:length], max_draft_len, SamplingParams(), 0)])
-            choices = (*ids[length : length + 1], *found.tokens)[: len(found.tokens) + 1]
             root = None if features is None else features[length - 1 : length]
-            drafter.observe([Outcome(slot, (), choices, root)])
+            drafter.observe([Outcome(slot, (), (0, *found.tokens), root)])
 
         return _median_s(draft, repeats)
 
