@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from tutorial_lib.bench.prompts import Prompt, load_prompts
 from tutorial_lib.drafters import corpus as corpus_module
-from tutorial_lib.drafters import training
+from tutorial_lib.drafters import distill, training
 from tutorial_lib.drafters.corpus import (
     ANSWER,
     FORCED,
@@ -278,18 +278,28 @@ def test_loss_and_its_gradient_equal_plain_cross_entropy():
     dense = torch.zeros(9000, 50).scatter_add_(1, labels, probs)
     expected = F.cross_entropy(hidden @ head.T, dense)
     (wanted,) = torch.autograd.grad(3 * expected, hidden)
-    found = training.ShortlistLoss.apply(hidden, head, labels, probs)
-    (gradient,) = torch.autograd.grad(3 * found, hidden)
-    torch.testing.assert_close(found, expected)
+    found, first = distill.shortlist_loss(hidden, head, labels, probs)
+    (gradient,) = torch.autograd.grad(3 * found / 9000, hidden)
+    torch.testing.assert_close(found / 9000, expected)
     torch.testing.assert_close(gradient, wanted, atol=1e-7, rtol=1e-4)
+    torch.testing.assert_close(first, (hidden @ head.T).softmax(-1).gather(1, labels[:, :1])[:, 0].detach())
+    # weighted rows
+    weights = torch.rand(9000)
+    expected = (F.cross_entropy(hidden @ head.T, dense, reduction="none") * weights).sum()
+    (wanted,) = torch.autograd.grad(expected, hidden)
+    found, _ = distill.shortlist_loss(hidden, head, labels, probs, weights)
+    (gradient,) = torch.autograd.grad(found, hidden)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradient, wanted, atol=1e-5, rtol=1e-4)
 
 
 def test_batches_pair_every_position_with_the_targets_next_choices(corpus):
     settings = TrainingSettings(init_layers=(0,), steps=1, tokens_per_step=512, user_share=1.0, hard_share=0.25)
     shortlist = choose_shortlist(corpus, 320, 200)
-    examples = training._Examples(corpus, shortlist, 320, 10, settings)
+    examples = distill.Examples(corpus, shortlist, 320, 10, settings)
     seen = 0
-    for tokens, where, _, probs in itertools.islice(examples.batches(), len(examples.groups)):
+    for batch in itertools.islice(examples.batches(), len(examples.groups)):
+        tokens, where, probs = batch.tokens, batch.where, batch.probs
         assert tokens.numel() <= 512 or len(tokens) == 1
         torch.testing.assert_close(probs.sum(-1), torch.ones(len(where)))
         rows, at = where // tokens.shape[1], where % tokens.shape[1]
@@ -375,7 +385,7 @@ def test_what_is_shipped_loads_as_it_was_measured(trained, target, corpus, tmp_p
 def test_int8_keeps_every_weight_within_half_a_step():
     weight = torch.randn(5, 40)
     weight[2] = 0
-    rounded, scale = training.to_int8(weight)
+    rounded, scale = distill.to_int8(weight)
     assert rounded.dtype == torch.int8 and scale.shape == (5,)
     assert ((rounded * scale[:, None] - weight).abs() <= scale[:, None] / 2 + 1e-7).all()
 
@@ -397,7 +407,7 @@ def test_command_line_trains_and_refuses(tmp_path):
         command = [sys.executable, "-m", "tutorial_lib.drafters.training", "--target", TINY, *options]
         return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
-    done = run("--minutes", "0.05", "--out", str(tmp_path / "draft"), "--shortlist", "128")
+    done = run("--minutes", "0.15", "--out", str(tmp_path / "draft"), "--shortlist", "128")
     assert done.returncode == 0, done.stderr
     assert "held-out answers" in done.stdout and (tmp_path / "draft" / "CARD.md").is_file()
     card = json.loads((tmp_path / "draft" / "card.json").read_text())

@@ -13,7 +13,7 @@ from .corpus import Corpus, CorpusSettings, choose_shortlist, coverage, first_ch
 from .openers import PLAIN, REQUESTS, STARTS
 
 if TYPE_CHECKING:
-    from .training import Trained
+    from .distill import Trained
 
 SHORTLISTS = (4096, 8192, 12288, 16384)  # sizes whose coverage a card states
 
@@ -27,17 +27,18 @@ def make_card(
     evaluation: Mapping[str, Mapping[str, Any]],
     command: str | Sequence[str],
 ) -> dict[str, Any]:
-    """What `training.export` writes as card.json. `evaluation`: figures by the name of the texts they were taken on."""
-    vocab_size, settings = target.config["vocab_size"], trained.settings
-    counts, shortlist = first_choices(corpus, vocab_size), trained.draft.shortlist
+    """What is written as card.json. `evaluation`: figures by the name of the texts they were taken on."""
+    vocab_size, settings, student = target.config["vocab_size"], trained.settings, trained.draft
+    counts, shortlist = first_choices(corpus, vocab_size), student.shortlist
     by_size = {n: choose_shortlist(corpus, vocab_size, n) for n in SHORTLISTS if n < vocab_size}
     origin = provenance(command, settings.seed)
     gpus = [gpu["name"] for gpu in origin["hardware"]["gpus"]]
     return {
+        "kind": student.kind,
         "target": target.name,
         "target_model": "SmolLM2-135M-Instruct" if target.name == "embedded:target" else target.name,
         "target_fingerprint": target.fingerprint(),
-        "layers": len(settings.init_layers),
+        **student.facts,
         "license": "Apache-2.0",
         "evaluation": dict(evaluation),
         "bundled_prompts_sha256": prompt_set_sha256(load_prompts()),
@@ -70,12 +71,30 @@ def card_text(card: Mapping[str, Any]) -> str:
     return "\n".join([*_head(card), *_figures(card), *_making(card), *_curve(card), *_comparisons(card)]) + "\n"
 
 
+_ABOUT = {
+    "draft": (
+        "Draft model",
+        "A Llama of {layers} layers that proposes tokens to {target_model} in speculative decoding.",
+    ),
+    "medusa": (
+        "Medusa heads",
+        "{heads} heads of {blocks} residual blocks that propose the tokens behind the next one to {target_model}, all "
+        "from its last hidden state (Cai et al. 2024, arXiv 2401.10774).",
+    ),
+    "eagle3": (
+        "EAGLE-3 head",
+        "One layer on three hidden states of {target_model} that proposes tokens to it in speculative decoding "
+        "(Li et al. 2025, arXiv 2503.01840).",
+    ),
+}
+
+
 def _head(card: Mapping[str, Any]) -> list[str]:
-    shortlist = card["shortlist"]
+    shortlist, (title, about) = card["shortlist"], _ABOUT[card["kind"]]
     return [
-        f"# Draft model for {card['target']}",
+        f"# {title} for {card['target']}",
         "",
-        f"A Llama of {card['layers']} layers that proposes tokens to {card['target_model']} in speculative decoding.",
+        about.format(**card),
         "It shares the target's embeddings and output head, which are not stored here; its head covers",
         f"{shortlist['size']:,} of the target's {shortlist['of']:,} tokens. Alone it is of no use.",
         f"License: {card['license']}, as the target.",
@@ -97,7 +116,34 @@ def _figures(card: Mapping[str, Any]) -> list[str]:
     lines += [f"| {category.replace('_', ' ')} | {value:.2f} |" for category, value in main["by_category"].items()]
     by_k = main["acceptance_length_by_max_draft_len"]
     lines += ["", "| K | " + " | ".join(by_k) + " |", "|---|" + "---|" * len(by_k)]
-    return [*lines, "| acceptance length | " + " | ".join(f"{value:.2f}" for value in by_k.values()) + " |"]
+    lines += ["| acceptance length | " + " | ".join(f"{value:.2f}" for value in by_k.values()) + " |"]
+    return lines + _trees(card) + _ranks(main)
+
+
+def _trees(card: Mapping[str, Any]) -> list[str]:
+    rows = {
+        name: found["acceptance_length_by_tree_nodes"]
+        for name, found in card["evaluation"].items()
+        if "acceptance_length_by_tree_nodes" in found
+    }
+    if not rows:
+        return []
+    sizes = list(next(iter(rows.values())))
+    lines = ["", f"Fixed trees, chosen on {card['tree_texts']} answers of the training text:", ""]
+    lines += ["| nodes | " + " | ".join(sizes) + " |", "|---|" + "---|" * len(sizes)]
+    return lines + [
+        f"| {name} | " + " | ".join(f"{found[n]:.2f}" for n in sizes) + " |" for name, found in rows.items()
+    ]
+
+
+def _ranks(found: Mapping[str, Any]) -> list[str]:
+    if "rank_shares" not in found:
+        return []
+    lines = ["", "How often the right token is the first, second, third choice, whatever was drafted before:", ""]
+    lines += ["| draft position | first | second | third |", "|---|---|---|---|"]
+    for place, shares in enumerate(found["rank_shares"], 1):
+        lines.append(f"| {place} | " + " | ".join(f"{share:.3f}" for share in shares[:3]) + " |")
+    return lines
 
 
 def _making(card: Mapping[str, Any]) -> list[str]:
@@ -106,7 +152,7 @@ def _making(card: Mapping[str, Any]) -> list[str]:
     before = ", ".join(f"{name} {value:.3f}" for name, value in card["before_int8"].items())
     after = ", ".join(f"{name} {found['acceptance_length']:.3f}" for name, found in card["evaluation"].items())
     sizes = ", ".join(f"{size}: {share:.1%}" for size, share in shortlist["coverage_by_size"].items())
-    layers, hard = ", ".join(map(str, settings["init_layers"])), settings["hard_share"]
+    hard = settings["hard_share"]
     aim = "the target's first choice"
     if hard < 1:
         aim = f"a mixture of the target's first choice ({hard:.0%}) and its distribution over its 16 most likely tokens"
@@ -120,7 +166,7 @@ def _making(card: Mapping[str, Any]) -> list[str]:
         "  are not among them, and there is no text from anywhere else.",
         f"- Training: {training['steps']:,} steps of at most {settings['tokens_per_step']:,} tokens in",
         f"  {training['seconds']:.0f} s (about {training['passes']:.1f} passes), {settings['optimizer']}, learning",
-        f"  rate {settings['learning_rate']:g}, started from layers {layers} of the target. Cross-entropy",
+        f"  rate {settings['learning_rate']:g}, {_start(card)}. Cross-entropy",
         f"  against {aim}.",
         "- Shortlist: the tokens that the target most often ranks first in answers; it covers",
         f"  {shortlist['coverage']:.1%} of them ({sizes}).",
@@ -128,6 +174,14 @@ def _making(card: Mapping[str, Any]) -> list[str]:
         f"  rounding: {before}; after: {after}.",
         f"- Machine: {card['machine']}. Seed: {settings['seed']}. Made by: `{card['provenance']['command']}`.",
     ]
+
+
+def _start(card: Mapping[str, Any]) -> str:
+    if card["kind"] == "medusa":
+        return "started as copies of the target's own head"
+    if card["kind"] == "eagle3":
+        return f"started from layer {card['init_layer']} of the target, unrolled over {card['depth']} steps"
+    return f"started from layers {', '.join(map(str, card['training']['settings']['init_layers']))} of the target"
 
 
 def _curve(card: Mapping[str, Any]) -> list[str]:
