@@ -7,9 +7,10 @@ import math
 
 import pytest
 import torch
-from stand_ins import PROMPTS, greedy, model_of, run, tiny_model, tiny_tensors
+from stand_ins import PROMPTS, TableModel, greedy, model_of, p_value, run, tiny_model, tiny_tensors
 
 from tutorial_lib.config import SamplingParams
+from tutorial_lib.drafters import draft_model
 from tutorial_lib.drafters.base import Outcome, SlotState
 from tutorial_lib.drafters.draft_model import DraftModelDrafter
 from tutorial_lib.engine.model import PREFILL_CHUNK, Segment
@@ -221,3 +222,70 @@ def test_a_shortlist_changes_no_text(k, target, short, pieces):
         assert generation.token_ids == greedy(target, prompt, 40)[len(prompt) :]
     accepted = {t for g in done for r in g.rounds for t in r.drafted[: r.accepted]}
     assert accepted and accepted <= set(SHORTLIST.tolist())
+
+
+# ---- adaptive draft length ------------------------------------------------------------------------------------------
+
+
+def top_probabilities(model, ids: list[int], count: int) -> list[float]:
+    """The model's highest probability at each of `count` greedy steps behind `ids`, every step from scratch."""
+    text = greedy(model, ids, count)
+    logits = model.logits(model.forward(text, [Segment(1, 0, len(text))]))
+    return torch.softmax(logits, -1).max(-1).values[len(ids) - 1 : -1].tolist()
+
+
+def cut(tops: list[float], threshold: float) -> int:
+    """How many tokens are drafted: up to the first unsure one, which is still drafted."""
+    return next((i + 1 for i, top in enumerate(tops) if top < threshold), len(tops))
+
+
+@pytest.mark.parametrize("quantile", [0.2, 0.5, 0.8])
+def test_drafts_end_with_the_first_unsure_token(quantile, other):
+    tops = [top_probabilities(other, list(p), 8) for p in PROMPTS]
+    threshold = sorted(x for row in tops for x in row)[int(quantile * 24)]
+    drafter = DraftModelDrafter(other, 320, confidence_threshold=threshold)
+    for slot, prompt in enumerate(PROMPTS):
+        drafter.reset(slot, prompt[:-1] or prompt)
+    for _ in range(2):  # the second time behind a proposal that was cut
+        drafts = drafter.propose([state(p, 8, slot) for slot, p in enumerate(PROMPTS)])
+        assert [len(d.tokens) for d in drafts] == [cut(row, threshold) for row in tops]
+        assert [list(d.tokens) for d in drafts] == [
+            greedy(other, p, len(d.tokens))[len(p) :] for p, d in zip(PROMPTS, drafts, strict=True)
+        ]
+
+
+def test_without_a_threshold_confidence_costs_nothing(other, monkeypatch):
+    monkeypatch.setattr(draft_model, "_top_probability", None)
+    drafter = DraftModelDrafter(other, 320)
+    drafter.reset(0, [3])
+    assert len(drafter.propose([state([3, 9], 6)])[0].tokens) == 6
+
+
+@pytest.mark.parametrize("k", range(1, 9))
+@pytest.mark.parametrize("batch", [1, 5])
+def test_an_adaptive_draft_changes_no_text_and_no_later_call(k, batch, target, other, pieces):
+    prompts = [*PROMPTS, [5, 6] * 12, [8] * 9][:batch]
+    threshold = sorted(top_probabilities(other, list(PROMPTS[1]), 8))[4]
+    drafter = DraftModelDrafter(other, 320, confidence_threshold=threshold)
+    calls = [run(target, pieces, prompts, drafter=drafter, k=k, max_tokens=20) for _ in range(2)]
+    for prompt, generation in zip(prompts, calls[0], strict=True):
+        assert generation.token_ids == greedy(target, prompt, 20)[len(prompt) :]
+    assert [rounds(g) for g in calls[0]] == [rounds(g) for g in calls[1]]
+    lengths = {len(r.drafted) for g in calls[0] for r in g.rounds[:-8]}
+    assert 1 in lengths and (k == 1 or len(lengths) > 1)
+
+
+def test_sampled_text_is_distributed_as_plain_where_drafts_end_early(pieces):
+    p = torch.tensor([[0.0, 1.0, 0.4], [0.8, 0.0, 0.5], [1.0, 0.2, 0.0]])
+    q = torch.tensor([[3.0, 0.0, 0.0], [0.2, 0.0, 0.1], [0.0, 0.0, 2.0]])  # sure behind 0 and 2, unsure behind 1
+    drafter = DraftModelDrafter(TableModel(q), 3, confidence_threshold=0.5)
+    draws = 3000
+    params = [SamplingParams(max_tokens=4, temperature=0.9, seed=s, ignore_eos=True) for s in range(draws)]
+    done = run(TableModel(p), pieces, [[0]] * draws, params, drafter=drafter, k=3)
+    assert {len(g.rounds[0].drafted) for g in done if g.rounds[0].drafted} == {1, 2}
+    step = torch.softmax(p.double() / 0.9, -1)
+    expected = step[0]
+    for position in range(1, 4):
+        expected = expected @ step
+        counts = torch.bincount(torch.tensor([g.token_ids[position] for g in done]), minlength=3)
+        assert p_value(counts, expected) > 1e-3

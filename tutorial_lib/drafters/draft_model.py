@@ -5,6 +5,7 @@ was rejected and is overwritten. After a round in which every draft was accepted
 token; the comparison finds that too, and the next round feeds two tokens instead of one.
 
 A drafter may draft over a shortlist of the vocabulary (`head_ids`): the output head is most of a small model's work.
+It may also stop early: behind a token that it was not sure of, further ones are seldom right (`confidence_threshold`).
 """
 
 from __future__ import annotations
@@ -24,10 +25,20 @@ log = logging.getLogger(__name__)
 
 class DraftModelDrafter:
     """model: the drafter. vocab_size: the target's, which proposals are expressed in. head_ids: [V_d] target ids of
-    the drafter's output rows, or None if row i is id i."""
+    the drafter's output rows, or None if row i is id i. confidence_threshold: a request's proposal ends with the first
+    token at which the drafter's highest probability (before temperature and filters) is lower; None: never. It looks
+    at the distribution and not at the token drawn, so a sampled token's q stays what it was drawn from."""
 
-    def __init__(self, model: Model, vocab_size: int, head_ids: torch.Tensor | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        vocab_size: int,
+        head_ids: torch.Tensor | None = None,
+        *,
+        confidence_threshold: float | None = None,
+    ) -> None:
         self.model, self.vocab_size, self.head_ids = model, vocab_size, head_ids
+        self._threshold = confidence_threshold
         self._ids = None if head_ids is None else head_ids.tolist()
         self._cached: dict[int, list[int]] = {}  # slot -> the ids whose keys and values the cache holds
         self._known: dict[int, int] = {}  # slot -> how many of them are certainly text
@@ -52,6 +63,8 @@ class DraftModelDrafter:
                 tokens[i].append(token)
                 if q is not None:
                     probs[i].append(q)
+                if self._threshold is not None and _top_probability(logits) < self._threshold:
+                    budgets[i] = 0
             feed = {i: tokens[i][-1:] for i in feed if len(tokens[i]) < budgets[i]}
         return [Draft(tuple(t), probs=torch.stack(q) if q else None) for t, q in zip(tokens, probs, strict=True)]
 
@@ -117,3 +130,7 @@ class DraftModelDrafter:
             common = min(self.vocab_size, logits.shape[-1])
             full[:common] = logits[:common]
         return full
+
+
+def _top_probability(logits: torch.Tensor) -> float:
+    return float((logits.max() - logits.logsumexp(-1)).exp())
