@@ -4,6 +4,9 @@ A checkpoint is a Hugging Face folder, a Hub id, `embedded:target`, `embedded:dr
 `dummy:<shape>` (see `shapes.py`). `resolve` finds or fetches it and checks it without loading a weight: supported
 architecture, safetensors only, no file missing or cut short, every tensor present in its right shape. What comes
 out behaves the same wherever it came from.
+
+Medusa and EAGLE-3 heads (`embedded:medusa`, `embedded:eagle3`, folders, Hub ids) are checkpoints too; their layouts
+differ from project to project and are checked where they are read, against the target (`drafters.checkpoints`).
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -39,6 +43,7 @@ __all__ = [
     "PairReport",
     "cache_dir",
     "check_pair",
+    "head_kind",
     "load_tokenizer",
     "parameter_bytes",
     "parameter_count",
@@ -47,6 +52,11 @@ __all__ = [
 ]
 
 
+EMBEDDED_HEADS = {  # name -> folder of the package's data
+    "embedded:medusa": Path(__file__).parent / "data" / "embedded_medusa",
+    "embedded:eagle3": Path(__file__).parent / "data" / "embedded_eagle3",
+}
+MEDUSA_WEIGHTS = "medusa_lm_head.safetensors"  # what the Medusa project calls its file
 _SIDE_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
@@ -59,6 +69,15 @@ class Checkpoint:
     config: dict[str, Any]
     is_dummy: bool = False
     seed: int = 0
+
+    @property
+    def head_kind(self) -> str:
+        """ "medusa" or "eagle3" for a head that drafts for a target, "" for a model."""
+        return head_kind(self.config)
+
+    def weight_files(self) -> list[Path]:
+        """The safetensors files that hold the weights; none for a dummy."""
+        return [] if self.folder is None else _weight_files(self.name, self.folder)
 
     def tensors(self, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> LazyTensors:
         """Hugging Face name -> tensor on `device`, read (or, for a dummy, made) one by one when asked for.
@@ -110,7 +129,8 @@ class Checkpoint:
 
 
 def resolve(name: str | Path, *, say: Say = print) -> Checkpoint:
-    """The checkpoint called `name`: a folder, `embedded:target`, `embedded:draft`, `dummy:<shape>` or a Hub id.
+    """The checkpoint called `name`: a folder, `embedded:target`, `embedded:draft`, `embedded:medusa`,
+    `embedded:eagle3`, `dummy:<shape>` or a Hub id.
 
     `say` gets a line with the size before anything is downloaded. Raises `ModelError`.
     """
@@ -122,6 +142,8 @@ def resolve(name: str | Path, *, say: Say = print) -> Checkpoint:
         return _from_folder(text, embedded.target_folder(say))
     if text == "embedded:draft":
         return _from_folder(text, embedded.draft_folder(say))
+    if text in EMBEDDED_HEADS:
+        return _from_folder(text, _shipped_head(text))
     folder = Path(text).expanduser()
     if folder.is_dir():
         return _from_folder(text, folder.absolute())
@@ -129,10 +151,33 @@ def resolve(name: str | Path, *, say: Say = print) -> Checkpoint:
         return _from_folder(text, _hub_folder(text, say))
     raise ModelError(
         f"model {text!r} is not a folder",
-        "a folder with config.json and safetensors, a Hub id (owner/name), embedded:target, embedded:draft or "
-        "dummy:<shape>",
+        "a folder with config.json and safetensors, a Hub id (owner/name), embedded:target, embedded:draft, "
+        "embedded:medusa, embedded:eagle3 or dummy:<shape>",
         "check the spelling",
     )
+
+
+def _shipped_head(name: str) -> Path:
+    folder = EMBEDDED_HEADS[name]
+    missing = [file for file in ("config.json", "model.safetensors") if not (folder / file).is_file()]
+    if missing:
+        raise ModelError(
+            f"{name} is not here: no such head has been trained and shipped with this copy of the workbook",
+            f"{' and '.join(missing)} in {folder}",
+            "train one with notebook 04, or draft with embedded:draft",
+        )
+    return folder
+
+
+def head_kind(config: Mapping[str, Any]) -> str:
+    """Which kind of head a config.json describes, "medusa" or "eagle3"; "" for a whole model. Knows the configs of
+    SpecForge, the speculators library, vLLM, the EAGLE and the Medusa project."""
+    kind = (config.get("architectures") or [""])[0]
+    if "medusa_num_heads" in config or config.get("model_type") == "medusa" or "Medusa" in kind:
+        return "medusa"
+    # The EAGLE project names its heads as it does models; only they have a vocabulary of their own.
+    is_eagle = "speculators_model_type" in config or "eagle" in kind.lower() or "draft_vocab_size" in config
+    return "eagle3" if is_eagle else ""
 
 
 def _looks_like_hub_id(text: str) -> bool:
@@ -146,6 +191,9 @@ def _from_folder(name: str, folder: Path) -> Checkpoint:
             f"{folder} has no config.json", "a Hugging Face model folder", "point to the folder that holds config.json"
         )
     config = _read_json(folder / "config.json")
+    if head_kind(config):
+        _stored_shapes(name, folder)
+        return Checkpoint(name, folder, config)
     kinds = config.get("architectures") or ["none named"]
     if kinds[0] not in ARCHITECTURES:
         raise ModelError(
@@ -182,16 +230,20 @@ def _weight_files(name: str, folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         files = [folder / file for file in sorted(set(_read_json(index).get("weight_map", {}).values()))]
+    elif (folder / MEDUSA_WEIGHTS).is_file():
+        files = [folder / MEDUSA_WEIGHTS]
     else:
         files = [folder / "model.safetensors"]
     missing = [file.name for file in files if not file.is_file()]
     if files and not missing:
         return files
-    if list(folder.glob("*.bin")) and not list(folder.glob("*.safetensors")):
+    pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+    if pickles and not list(folder.glob("*.safetensors")):
         raise ModelError(
-            f"{name} has its weights only as pickle (*.bin), which can run any code when it is opened",
+            f"{name} has its weights only as pickle ({pickles[0]}), which can run any code when it is opened",
             "safetensors",
-            "take a revision with safetensors, or convert it where you trust it: save_pretrained() writes safetensors",
+            "take a revision with safetensors, or convert it where you trust it: save_pretrained() writes safetensors "
+            "for a model, safetensors.torch.save_file for a head's tensors",
         )
     raise ModelError(f"{name} lacks {', '.join(missing) or 'weight files'}", "all its safetensors", "fetch it again")
 
