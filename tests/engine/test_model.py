@@ -115,6 +115,23 @@ def test_logits_equal_transformers(pair):
 
 
 @torch.inference_mode()
+def test_features_equal_transformers_hidden_states(pair):
+    """Layer n is the residual stream after n layers; one more than the last is the normed state. (`transformers` lists
+    the normed one in place of the last residual.)"""
+    theirs, ours = pair
+    ids, last = text_of(20), ours.config.num_layers
+    expected = theirs(torch.tensor([ids]), output_hidden_states=True).hidden_states
+    hidden = ours.forward(ids, [Segment(0, 0, 20)], feature_layers=(last + 1, 0, 2, last))
+    parts = ours.features.chunk(4, -1)
+    for found, layer in zip(parts, (last, 0, 2), strict=False):
+        close(found, expected[layer][0])
+    assert torch.equal(parts[0], hidden)
+    close(torch.nn.functional.rms_norm(parts[3], (48,), ours.norm, ours.config.rms_norm_eps), hidden)
+    ours.forward(ids, [Segment(0, 0, 20)])
+    assert ours.features is None
+
+
+@torch.inference_mode()
 def test_greedy_text_equals_transformers(pair):
     theirs, ours = pair
     ids = text_of(11, seed=1)
