@@ -17,12 +17,13 @@ from tutorial_lib import (
     DraftTargetDecodingConfig,
     EagleDecodingConfig,
     KvCacheConfig,
-    LookaheadDecodingConfig,
+    LayerSkipDecodingConfig,
     MedusaDecodingConfig,
     NGramDecodingConfig,
     SamplingParams,
 )
 from tutorial_lib.api import LLM, build
+from tutorial_lib.config import DecodingBaseConfig
 from tutorial_lib.errors import BackendUnavailable, EngineDirError, ModelError, OptionError, PromptError, WorkbookError
 
 TARGET, DRAFTER = "dummy:tiny-llama?seed=5", "dummy:tiny-llama?layers=1&seed=4"
@@ -293,9 +294,10 @@ def test_sampling_options_that_nothing_honours_do_not_exist(option):
         ({"max_seq_len": 4096}, OptionError, ["max_seq_len", "4096", "2048"]),
         ({"max_batch_size": 0}, OptionError, ["max_batch_size", "0"]),
         ({"kv_cache_config": KvCacheConfig(enable_block_reuse=True)}, OptionError, ["enable_block_reuse"]),
-        ({"speculative_config": LookaheadDecodingConfig()}, OptionError, ["LookaheadDecodingConfig"]),
-        ({"speculative_config": MedusaDecodingConfig()}, OptionError, ["MedusaDecodingConfig"]),
-        ({"speculative_config": EagleDecodingConfig()}, OptionError, ["EagleDecodingConfig"]),
+        ({"speculative_config": DecodingBaseConfig()}, OptionError, ["DecodingBaseConfig", "SADecodingConfig"]),
+        ({"speculative_config": LayerSkipDecodingConfig(skip_layers=[2])}, OptionError, ["layers from 0 to 1"]),
+        ({"speculative_config": MedusaDecodingConfig()}, OptionError, ["MedusaDecodingConfig", "embedded:medusa"]),
+        ({"speculative_config": EagleDecodingConfig()}, OptionError, ["EagleDecodingConfig", "embedded:eagle3"]),
     ],
     ids=str,
 )

@@ -18,6 +18,7 @@ from ..config import (
     SamplingParams,
     SimulatedAcceptance,
 )
+from ..drafters.base import Drafter
 from ..drafters.draft_model import DraftModelDrafter
 from ..drafters.ngram import NGramDrafter
 from ..engine.build import build_engine, choose_device, load_model, machine_arch
@@ -26,8 +27,8 @@ from ..engine_dir import EngineInfo, is_engine_dir, open_engine, require
 from ..errors import OptionError
 from ..models import Checkpoint, check_pair, load_tokenizer, resolve
 from ..results import Generation
+from .torch_drafters import make_drafter, refuse_unsupported, resolve_head
 
-METHODS = (DraftTargetDecodingConfig, NGramDecodingConfig)
 DEFAULT_MAX_DRAFT_LEN = 16
 
 
@@ -70,6 +71,7 @@ class TorchBackend:
         if isinstance(speculative_config, DraftTargetDecodingConfig):
             drafter = self._open_drafter(speculative_config.speculative_model_dir, target)
             check_pair(_as_checkpoint(target), _as_checkpoint(drafter))
+        head = resolve_head(speculative_config, say)
         start = time.perf_counter()
         self.tokenizer = load_tokenizer(_as_checkpoint(target))
         self.engine: Engine | None = None
@@ -78,11 +80,11 @@ class TorchBackend:
                 target, drafter, speculative_config, self.tokenizer, kv_cache_config, simulated_acceptance, kernels_off
             )
         else:
-            self.engine = _assemble(target, drafter, speculative_config, self.tokenizer)
+            self.engine = _assemble(target, drafter, head, speculative_config, self.tokenizer)
         self.info: dict[str, Any] = {
             "backend": "torch",
             "target": target.checkpoint,
-            "drafter": _drafter_name(speculative_config, drafter),
+            "drafter": _drafter_name(speculative_config, drafter, head),
             "dtype": target.dtype,
             "drafter_dtype": drafter.dtype if drafter else None,
             "device": self.device,
@@ -169,11 +171,7 @@ class TorchBackend:
 def _refuse_unsupported(
     speculative: DecodingBaseConfig | None, kv: KvCacheConfig | None, tensor_parallel_size: int, device: str
 ) -> None:
-    if speculative is not None and not isinstance(speculative, METHODS):
-        raise OptionError(
-            f"the torch backend does not run {type(speculative).__name__}",
-            f"one of {', '.join(m.__name__ for m in METHODS)}",
-        )
+    refuse_unsupported(speculative, device)
     honoured = {"dtype"} if device == "cuda" else set()
     refused = [name for name in (kv.changed_options() if kv else []) if name not in honoured]
     if refused:
@@ -192,22 +190,21 @@ def _as_checkpoint(info: EngineInfo) -> Checkpoint:
 
 
 def _assemble(
-    target: EngineInfo, drafter: EngineInfo | None, config: DecodingBaseConfig | None, tokenizer: Any
+    target: EngineInfo,
+    drafter: EngineInfo | None,
+    head: Checkpoint | None,
+    config: DecodingBaseConfig | None,
+    tokenizer: Any,
 ) -> Engine:
     model, _ = load_model(target)
-    proposer: DraftModelDrafter | NGramDrafter | None = None
-    if drafter is not None:
+    proposer: Drafter | None
+    if drafter is not None and isinstance(config, DraftTargetDecodingConfig):
         draft_model, head_ids = load_model(drafter)
-        proposer = DraftModelDrafter(draft_model, model.config.vocab_size, head_ids)
-    elif isinstance(config, NGramDecodingConfig):
-        proposer = NGramDrafter(config, target.eos_token_ids)
-    return Engine(
-        model,
-        tokenizer,
-        target.eos_token_ids,
-        drafter=proposer,
-        max_draft_len=config.max_draft_len if config else 0,
-    )
+        threshold, depth = config.confidence_threshold, config.max_draft_len
+        proposer = DraftModelDrafter(draft_model, model.config.vocab_size, head_ids, confidence_threshold=threshold)
+    else:
+        proposer, depth = make_drafter(config, model, target.eos_token_ids, head)
+    return Engine(model, tokenizer, target.eos_token_ids, drafter=proposer, max_draft_len=depth)
 
 
 def _assemble_gpu(
@@ -260,7 +257,9 @@ def _assemble_gpu(
     )
 
 
-def _drafter_name(config: DecodingBaseConfig | None, drafter: EngineInfo | None) -> str | None:
+def _drafter_name(config: DecodingBaseConfig | None, drafter: EngineInfo | None, head: Checkpoint | None) -> str | None:
     if drafter is not None:
         return drafter.checkpoint
+    if head is not None:
+        return head.name
     return None if config is None else config.decoding_type.lower()

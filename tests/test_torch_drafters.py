@@ -1,0 +1,136 @@
+"""From a configuration to a drafter: every method through `LLM`, and what a device cannot run refused by name."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+import tutorial_lib
+from tutorial_lib.api import LLM
+from tutorial_lib.backends import torch_backend, torch_drafters
+from tutorial_lib.config import (
+    DraftTargetDecodingConfig,
+    EagleDecodingConfig,
+    LayerSkipDecodingConfig,
+    LookaheadDecodingConfig,
+    MedusaDecodingConfig,
+    NGramDecodingConfig,
+    SADecodingConfig,
+    SamplingParams,
+)
+from tutorial_lib.drafters.ngram import NGramDrafter
+from tutorial_lib.errors import ModelError, OptionError
+
+TARGET = "dummy:tiny-llama?seed=5&layers=4"
+PROMPTS = [[7], [3, 9], [8] * 9, [5, 6] * 12, list(range(40, 90))]
+LOOKAHEAD = LookaheadDecodingConfig(max_window_size=3, max_ngram_size=3, max_verification_set_size=2)
+METHODS = {
+    "ngram": NGramDecodingConfig(),
+    "sa": SADecodingConfig(enable_global_pool=True),
+    "lookahead": LOOKAHEAD,
+    "layer_skip": LayerSkipDecodingConfig(skip_layers=[1]),
+    "unsure": DraftTargetDecodingConfig(
+        speculative_model_dir="dummy:tiny-llama?seed=4&layers=1", confidence_threshold=0.02, max_draft_len=6
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """Plain greedy texts; engines of the module go to one cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPECDEC_WORKBOOK_CACHE", str(tmp_path_factory.mktemp("cache")))
+        with LLM(TARGET, max_seq_len=128, device="cpu") as llm:
+            yield llm.generate(PROMPTS, SamplingParams(max_tokens=30))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_gives_the_text_of_plain_decoding(name, texts):
+    with LLM(TARGET, speculative_config=METHODS[name], max_seq_len=128, device="cpu") as llm:
+        for _ in range(2):
+            done = llm.generate(PROMPTS, SamplingParams(max_tokens=30))
+            assert [g.token_ids for g in done] == [g.token_ids for g in texts]
+        assert sum(r.accepted for g in done for r in g.rounds) > 0
+        assert llm.info["max_draft_len"] == METHODS[name].max_draft_len
+        if name == "unsure":
+            assert llm.info["drafter"].startswith("dummy:") and {1} < {len(r.drafted) for g in done for r in g.rounds}
+        else:
+            assert llm.info["drafter"] == METHODS[name].decoding_type.lower()
+
+
+def test_lookahead_reaches_to_the_far_end_of_its_window(texts):
+    with LLM(TARGET, speculative_config=LOOKAHEAD, max_seq_len=128, device="cpu") as llm:
+        done = llm.generate(PROMPTS[1], SamplingParams(max_tokens=30))
+    assert max(r.depth for r in done.rounds) == 3  # W + N - 3
+
+
+@pytest.mark.parametrize(
+    ("config", "module", "function"),
+    [
+        (MedusaDecodingConfig(speculative_model_dir="some/heads"), "medusa", "open_medusa"),
+        (EagleDecodingConfig(speculative_model="some/heads"), "eagle", "open_eagle"),
+    ],
+    ids=["medusa", "eagle"],
+)
+def test_heads_are_opened_by_their_module(config, module, function, texts, monkeypatch):
+    """What the functions get, and that what they return drafts."""
+    opened = []
+
+    def open_heads(config, target, checkpoint):
+        opened.append((config, target.config.num_layers, checkpoint.name))
+        return NGramDrafter(NGramDecodingConfig(), [])
+
+    monkeypatch.setitem(sys.modules, f"tutorial_lib.drafters.{module}", SimpleNamespace(**{function: open_heads}))
+    monkeypatch.setattr(torch_drafters, "resolve", lambda name, say: SimpleNamespace(name=name))
+    with LLM(TARGET, speculative_config=config, max_seq_len=128, device="cpu") as llm:
+        assert opened == [(config, 4, "some/heads")] and llm.info["drafter"] == "some/heads"
+        done = llm.generate(PROMPTS, SamplingParams(max_tokens=30))
+        assert any(r.drafted for g in done for r in g.rounds)
+
+
+# ---- refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SADecodingConfig(),
+        LookaheadDecodingConfig(),
+        LayerSkipDecodingConfig(),
+        MedusaDecodingConfig(speculative_model_dir="x"),
+        EagleDecodingConfig(speculative_model_dir="x"),
+    ],
+    ids=lambda c: type(c).__name__,
+)
+def test_what_a_gpu_does_not_run_yet_is_refused_before_any_work(config, monkeypatch):
+    monkeypatch.setattr(torch_backend, "choose_device", lambda device: "cuda")
+    with pytest.raises(OptionError) as error:
+        LLM("nowhere", speculative_config=config)
+    message = str(error.value)
+    assert f"does not run {type(config).__name__} on a GPU" in message and "device='cpu'" in message
+    assert "DraftTargetDecodingConfig, NGramDecodingConfig" in message and "\n" not in message
+
+
+def test_a_threshold_is_refused_on_a_gpu():
+    config = DraftTargetDecodingConfig(speculative_model_dir="x", confidence_threshold=0.5)
+    with pytest.raises(
+        OptionError, match=r"on a GPU cannot honour DraftTargetDecodingConfig\(confidence_threshold=…\)"
+    ):
+        torch_drafters.refuse_unsupported(config, "cuda")
+    torch_drafters.refuse_unsupported(config, "cpu")
+    torch_drafters.refuse_unsupported(DraftTargetDecodingConfig(speculative_model_dir="x"), "cuda")
+
+
+@pytest.mark.parametrize(
+    "config", [MedusaDecodingConfig(speculative_model_dir="nowhere"), EagleDecodingConfig(speculative_model="nowhere")]
+)
+def test_heads_that_are_not_there(config, texts):
+    with pytest.raises(ModelError, match="nowhere"):
+        LLM(TARGET, speculative_config=config, max_seq_len=128, device="cpu")
+
+
+def test_every_configuration_is_a_name_of_the_package():
+    for kind in (*torch_drafters.ON_CPU, *torch_drafters.ON_GPU):
+        assert getattr(tutorial_lib, kind.__name__) is kind

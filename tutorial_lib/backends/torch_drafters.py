@@ -1,0 +1,99 @@
+"""Which drafter a configuration asks for: what runs on which device, whose weights it needs, how it is opened.
+
+Modules of a method are imported when the method is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from importlib import import_module
+
+from ..config import (
+    DecodingBaseConfig,
+    DraftTargetDecodingConfig,
+    EagleDecodingConfig,
+    LayerSkipDecodingConfig,
+    LookaheadDecodingConfig,
+    MedusaDecodingConfig,
+    NGramDecodingConfig,
+    SADecodingConfig,
+)
+from ..drafters.base import Drafter
+from ..engine.model import Model
+from ..errors import OptionError
+from ..models import Checkpoint, resolve
+
+ON_GPU = (DraftTargetDecodingConfig, NGramDecodingConfig)
+ON_CPU = (
+    *ON_GPU,
+    SADecodingConfig,
+    LookaheadDecodingConfig,
+    LayerSkipDecodingConfig,
+    MedusaDecodingConfig,
+    EagleDecodingConfig,
+)
+HEADS: dict[type[DecodingBaseConfig], tuple[str, str, str]] = {  # module, function, the heads for embedded:target
+    MedusaDecodingConfig: ("medusa", "open_medusa", "embedded:medusa"),
+    EagleDecodingConfig: ("eagle", "open_eagle", "embedded:eagle3"),
+}
+
+
+def refuse_unsupported(config: DecodingBaseConfig | None, device: str) -> None:
+    """`OptionError` for a method or an option of it that this backend does not run on `device`."""
+    if config is None:
+        return
+    name, can = type(config).__name__, ON_GPU if device == "cuda" else ON_CPU
+    if not isinstance(config, can):
+        raise OptionError(
+            f"the torch backend does not run {name} on a {'GPU' if device == 'cuda' else 'CPU'}",
+            f"one of {', '.join(kind.__name__ for kind in can)}",
+            "use device='cpu', or choose one of these" if isinstance(config, ON_CPU) else "choose one of these",
+        )
+    if device == "cuda" and getattr(config, "confidence_threshold", None) is not None:
+        raise OptionError(
+            f"the torch backend on a GPU cannot honour {name}(confidence_threshold=…)",
+            "None: its rounds always draft max_draft_len tokens",
+            "leave it out, or use device='cpu'",
+        )
+
+
+def resolve_head(config: DecodingBaseConfig | None, say: Callable[[str], None]) -> Checkpoint | None:
+    """The checkpoint of the heads that a Medusa or EAGLE-3 configuration names; None for other methods."""
+    if not isinstance(config, (MedusaDecodingConfig, EagleDecodingConfig)):
+        return None
+    if config.speculative_model_dir is None:
+        raise OptionError(
+            f"{type(config).__name__} has no speculative_model_dir",
+            "the weights of its heads",
+            f"give it a folder or a Hub id; {HEADS[type(config)][2]!r} goes with embedded:target",
+        )
+    return resolve(str(config.speculative_model_dir), say=say)
+
+
+def make_drafter(
+    config: DecodingBaseConfig | None, target: Model, stop_ids: Iterable[int], head: Checkpoint | None
+) -> tuple[Drafter | None, int]:
+    """The drafter of a method that has no model of its own, and how many tokens behind the text its proposals reach.
+    (None, 0) for others. head: what `resolve_head` found."""
+    if isinstance(config, NGramDecodingConfig):
+        from ..drafters.ngram import NGramDrafter
+
+        return NGramDrafter(config, stop_ids), config.max_draft_len
+    if isinstance(config, SADecodingConfig):
+        from ..drafters.suffix import SuffixDrafter
+
+        return SuffixDrafter(config, stop_ids), config.max_draft_len
+    if isinstance(config, LookaheadDecodingConfig):
+        from ..drafters.lookahead import LookaheadDrafter
+
+        lookahead = LookaheadDrafter(config, stop_ids)
+        return lookahead, lookahead.max_depth  # the window's far end, beyond the longest n-gram
+    if isinstance(config, LayerSkipDecodingConfig):
+        from ..drafters.layer_skip import LayerSkipDrafter
+
+        return LayerSkipDrafter(config, target), config.max_draft_len
+    if config is not None and head is not None:
+        module, function, _ = HEADS[type(config)]
+        open_heads = getattr(import_module(f"..drafters.{module}", __package__), function)
+        return open_heads(config, target, head), config.max_draft_len
+    return None, 0
