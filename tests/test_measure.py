@@ -74,6 +74,7 @@ class FakeLLM:
     wrong_from: int | None = None
     is_simulated: bool = False
     unaccounted_s: float = 0.0
+    max_seq_len: int = 2048
     log: list[tuple[str, str]] = field(default_factory=list)
     calls: list[tuple[list[list[int]], SamplingParams]] = field(default_factory=list)
     seen: set = field(default_factory=set)
@@ -85,6 +86,7 @@ class FakeLLM:
         return {
             "backend": "torch", "target": "/home/someone/models/tiny", "drafter": None if self.name == "plain" else "d",
             "dtype": "float32", "device": "cpu", "max_draft_len": self.max_draft_len, "build_s": 7.0, "load_s": 0.5,
+            "limits": {"max_seq_len": self.max_seq_len},
         }  # fmt: skip
 
     def generate(self, inputs, sampling_params=None):
@@ -260,6 +262,15 @@ def test_warm_up_covers_every_timed_shape():
     warmups = [params for _, params in llm.calls if params.ignore_eos]
     assert warmups and all(p.max_tokens >= 3 * (4 + 1) + 1 for p in warmups)
     assert any(inputs[0] == inputs[0][: len(inputs[0]) // 2] * 2 for inputs, p in llm.calls if p.ignore_eos)
+
+
+def test_warm_up_stays_within_the_context():
+    """A prompt that fits with its answer, but not twice."""
+    longest = max(len(turn) for prompt in PROMPTS for turn in prompt.turns) * 4
+    llm = FakeLLM(Clock(), "draft_target", 4, max_seq_len=longest)
+    measure(llm, PROMPTS, PARAMS, method="draft_target", batch_size=1, clock=llm.clock)
+    warmups = [(inputs, params) for inputs, params in llm.calls if params.ignore_eos]
+    assert all(len(ids) + params.max_tokens <= longest for inputs, params in warmups for ids in inputs)
 
 
 def test_warm_up_ignores_stops_but_the_timed_run_does_not():

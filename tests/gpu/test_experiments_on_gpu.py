@@ -18,7 +18,7 @@ NEEDS_FP8 = pytest.mark.skipif(
 )
 SMALL = gpu.Experiment(
     "small", "dummy:llama-3.1-8b?layers=2", "dummy:llama-3.2-1b?layers=1", max_draft_len=4, draft_lens=(2,),
-    acceptance_lengths=(3.0,), rows=(1, 5), context=96, prompt_tokens=64, output_tokens=64,
+    acceptance_lengths=(3.0,), rows=(1, 5), context=96, prompt_tokens=128, output_tokens=64,
 )  # fmt: skip
 
 

@@ -179,9 +179,11 @@ def warm_up(
     for request in requests:
         classes.setdefault(len(request.prompt_ids).bit_length(), request)
     shortest = min(classes.values(), key=lambda request: len(request.prompt_ids))
+    limit = (llm.info.get("limits") or {}).get("max_seq_len") or sys.maxsize
+    room = max(1, limit - rounds_params.max_tokens)
     start = clock()
     for ids in (*(request.prompt_ids for request in classes.values()), shortest.prompt_ids * 2):
-        llm.generate([list(ids)] * batch_size, rounds_params)
+        llm.generate([list(ids)[:room]] * batch_size, rounds_params)
     _sync(llm)
     return clock() - start
 

@@ -140,9 +140,8 @@ def finish_round(
     out[:, 0], out[:, 1], out[:, 2:] = accepted.int(), token.int(), drafts
     emitted = torch.where(at < accepted[:, None], torch.cat([drafts, tokens[:, :1]], 1), token.int()[:, None])
     where = length[slots].long()[:, None] + at
-    is_new = at <= accepted[:, None]
     rows = slots[:, None].expand_as(where)
-    text[rows[is_new], where[is_new]] = emitted[is_new]
+    text[rows, where] = torch.where(at <= accepted[:, None], emitted, text[rows, where])
     before = tokens.gather(1, accepted[:, None])[:, 0]
     is_real = slots < length.shape[0] - 1
     length[slots] += torch.where(is_real, accepted + 1, 0).int()
