@@ -266,11 +266,14 @@ def test_warm_up_covers_every_timed_shape():
 
 def test_warm_up_stays_within_the_context():
     """A prompt that fits with its answer, but not twice."""
-    longest = max(len(turn) for prompt in PROMPTS for turn in prompt.turns) * 4
-    llm = FakeLLM(Clock(), "draft_target", 4, max_seq_len=longest)
-    measure(llm, PROMPTS, PARAMS, method="draft_target", batch_size=1, clock=llm.clock)
-    warmups = [(inputs, params) for inputs, params in llm.calls if params.ignore_eos]
-    assert all(len(ids) + params.max_tokens <= longest for inputs, params in warmups for ids in inputs)
+
+    def lengths(max_seq_len: int, is_warm_up: bool) -> list[int]:
+        llm = FakeLLM(Clock(), "draft_target", 4, max_seq_len=max_seq_len)
+        measure(llm, PROMPTS[1:2], PARAMS, method="draft_target", batch_size=1, clock=llm.clock)
+        return [len(ids) + p.max_tokens for inputs, p in llm.calls if p.ignore_eos == is_warm_up for ids in inputs]
+
+    longest = max(lengths(2048, is_warm_up=False))
+    assert max(lengths(2048, is_warm_up=True)) > longest >= max(lengths(longest, is_warm_up=True))
 
 
 def test_warm_up_ignores_stops_but_the_timed_run_does_not():
