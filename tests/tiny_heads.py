@@ -171,3 +171,84 @@ class SlowEagle:
             x = self.pair(x, token)
         del self.keys[kept:], self.values[kept:]
         return self.logits(x)
+
+
+# ---- Medusa ----------------------------------------------------------------------------------------------------------
+
+MEDUSA_HEADS, BLOCKS = 3, 2
+
+
+def medusa_tensors(seed: int = 0, *, outputs: int = 0) -> dict[str, torch.Tensor]:
+    """Random heads in the Medusa project's names; `outputs` of them with an output matrix of their own."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for head in range(MEDUSA_HEADS):
+        for block in range(BLOCKS):
+            tensors[f"{head}.{block}.linear.weight"] = torch.randn(H, H, generator=generator) * 3 / math.sqrt(H)
+            tensors[f"{head}.{block}.linear.bias"] = torch.randn(H, generator=generator)
+        if head < outputs:
+            tensors[f"{head}.{BLOCKS}.weight"] = torch.randn(V, H, generator=generator) / math.sqrt(H)
+    return tensors
+
+
+def medusa_project(folder: Path, tensors: Mapping[str, torch.Tensor], **config) -> Checkpoint:
+    """No sizes in its config, and a file name of its own."""
+    own = {"medusa_num_heads": MEDUSA_HEADS, "medusa_num_layers": BLOCKS, "base_model_name_or_path": "dummy"}
+    return resolve(write(folder, {**own, **config}, tensors, "medusa_lm_head.safetensors"))
+
+
+def medusa_vllm(folder: Path, tensors: Mapping[str, torch.Tensor], **config) -> Checkpoint:
+    own = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "num_heads": MEDUSA_HEADS,
+        "num_hidden_layers": BLOCKS,
+        "hidden_size": H,
+        "vocab_size": V,
+        "medusa_fc_bias": True,
+    }
+    renamed = {}
+    for name, tensor in tensors.items():
+        head, _, rest = name.partition(".")
+        if not head.isdigit():
+            renamed[name] = tensor
+        elif ".linear." in name:
+            renamed[f"blocks.{head}.layers.{rest.replace('.linear', '')}"] = tensor
+        else:
+            renamed[f"lm_heads.{head}.weight"] = tensor
+    return resolve(write(folder, {**own, **config}, renamed))
+
+
+def medusa_own(folder: Path, tensors: Mapping[str, torch.Tensor], **config) -> Checkpoint:
+    own = {
+        "architectures": ["MedusaModel"],
+        "medusa_num_heads": MEDUSA_HEADS,
+        "medusa_num_layers": BLOCKS,
+        "hidden_size": H,
+        "vocab_size": V,
+        "medusa_choices": [[0], [1], [0, 0], [0, 0, 0]],
+    }
+    named = {n if n == "draft_vocab" else f"medusa_heads.{n}": t for n, t in tensors.items()}
+    return resolve(write(folder, {**own, **config}, named))
+
+
+def slow_medusa(tensors: Mapping[str, torch.Tensor], hidden: torch.Tensor, head: int) -> torch.Tensor:
+    """What head `head` makes of one hidden state [H] before its output matrix."""
+    x = hidden
+    for block in range(BLOCKS):
+        y = tensors[f"{head}.{block}.linear.weight"] @ x + tensors[f"{head}.{block}.linear.bias"]
+        x = x + y * torch.sigmoid(y)
+    return x
+
+
+def as_int8(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Every matrix as int8 with a scale a row, as the shipped heads are stored."""
+    stored = {}
+    for name, tensor in tensors.items():
+        if tensor.dim() == 2:
+            scale = tensor.abs().amax(1) / 127
+            stored[name] = torch.round(tensor / scale[:, None]).to(torch.int8)
+            stored[f"{name}_scale"] = scale
+        else:
+            stored[name] = tensor
+    return stored

@@ -264,7 +264,7 @@ def _eagle_config(checkpoint: Checkpoint) -> dict[str, Any]:
     kind = config.get("speculators_model_type", "eagle3")
     if checkpoint.head_kind != "eagle3" or kind != "eagle3":
         found = kind if kind != "eagle3" else checkpoint.head_kind or "whole model"
-        raise ModelError(f"{name} is a {found} checkpoint", "an EAGLE-3 head", "choose the drafter that it belongs to")
+        raise ModelError(f"{name} is of kind {found!r}", "an EAGLE-3 head", "choose the drafter that it belongs to")
     return {**config.pop("transformer_layer_config", {}), **config}
 
 
@@ -295,6 +295,13 @@ def _feature_layers(name: str, config: Mapping[str, Any], count: int, num_layers
     if inner.get("use_aux_hidden_state") is False:
         raise ModelError(f"{name} reads the target's last layer only (an EAGLE-1 head)", "an EAGLE-3 head")
     ids, nested = config.get("eagle_aux_hidden_state_layer_ids"), inner.get("eagle_aux_hidden_state_layer_ids")
+    if nested and not ids and config.get("tie_lm_head_to_target"):  # only this workbook writes that key
+        raise ModelError(
+            f"{name} was exported by this workbook and names its layers only inside eagle_config ({list(nested)})",
+            "eagle_aux_hidden_state_layer_ids at the top, the number of layers before each hidden state; inside "
+            "eagle_config each is one less",
+            "export it again, or correct its config.json",
+        )
     if nested:
         nested = [layer + 1 for layer in nested]
         if ids and list(ids) != nested:
@@ -380,7 +387,7 @@ def read_medusa(checkpoint: Checkpoint, target: ModelConfig) -> MedusaHeads:
     name, config, width = checkpoint.name, checkpoint.config, target.hidden_size
     if checkpoint.head_kind != "medusa":
         found = checkpoint.head_kind or "whole model"
-        raise ModelError(f"{name} is a {found} checkpoint", "Medusa heads", "choose the drafter that it belongs to")
+        raise ModelError(f"{name} is of kind {found!r}", "Medusa heads", "choose the drafter that it belongs to")
     # The Medusa project names no sizes: there the shapes alone must fit.
     _need_equal(name, "hidden size", config.get("hidden_size", width), width)
     _need_equal(name, "vocabulary size", config.get("vocab_size", target.vocab_size), target.vocab_size)
