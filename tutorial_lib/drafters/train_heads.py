@@ -109,8 +109,9 @@ class TargetStates:
 
 
 def eagle_layers(total: int) -> tuple[int, int, int]:
-    """A low, a middle and a high layer, as the EAGLE-3 projects choose them: 2, half, the third from the end."""
-    return min(2, total), max(1, total // 2), max(1, total - 3)
+    """A low, a middle and a high layer, as the EAGLE-3 projects choose them: 2, half, the third from the end; the last
+    three of a target too small for that."""
+    return (2, total // 2, total - 3) if total >= 7 else (total - 2, total - 1, total)
 
 
 # ------------------------------------------------------------------------------------------------------------- students
@@ -327,7 +328,7 @@ def unrolled_attention(q: torch.Tensor, steps: Sequence[tuple[torch.Tensor, torc
     q = q.view(rows, kv_heads, heads // kv_heads, length, width) * width**-0.5
     scores = (q.flatten(2, 3) @ keys.transpose(-1, -2)).view(*q.shape[:4], length)
     future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-    own = [(q * k[:, :, None]).sum(-1, keepdim=True) for k, _ in steps[1:]]
+    own = [(q * k[:, :, None]).sum(-1, keepdim=True).to(scores.dtype) for k, _ in steps[1:]]
     weights = torch.cat([scores.masked_fill(future, -torch.inf), *own], dim=-1).softmax(-1).to(values.dtype)
     out = (weights[..., :length].flatten(2, 3) @ values).view(q.shape)
     for i, (_, v) in enumerate(steps[1:]):
@@ -410,7 +411,7 @@ class EagleHead(_Head):
         angles = torch.outer(places, self.inverse_frequencies).repeat(1, 2)
         cos, sin = angles.cos(), angles.sin()
         following = F.pad(tokens, (0, depth + 1))
-        g = self.fc(torch.cat([state.float() for state in states[:3]], dim=-1) * self.scale)
+        g = self.fc(torch.cat([state.float() for state in states[:3]], dim=-1) * self.scale).float()
         steps: list[tuple[torch.Tensor, torch.Tensor]] = []
         for step in range(depth):
             embedded = F.embedding(following[:, step + 1 : step + 1 + length], self.see.model.embed).float()
@@ -451,8 +452,10 @@ class EagleHead(_Head):
             "tie_word_embeddings": False,
             "tie_lm_head_to_target": True,
             "draft_vocab_size": len(self.shortlist),
+            # the states after so many layers at the top, as vLLM reads them; SpecForge and SGLang count layers from 0
+            "eagle_aux_hidden_state_layer_ids": list(self.see.layers[:3]),
             "eagle_config": {
-                "eagle_aux_hidden_state_layer_ids": list(self.see.layers[:3]),
+                "eagle_aux_hidden_state_layer_ids": [n - 1 for n in self.see.layers[:3]],
                 "use_aux_hidden_state": True,
             },
             "eagle_choices": [list(path) for path in self.tree],
@@ -544,7 +547,7 @@ def load_heads(folder: str | Path, target: Checkpoint, device: str = "cpu") -> M
         student = MedusaHeads(see, shortlist, heads=config["medusa_num_heads"], blocks=config["medusa_num_layers"])
         student.tree = [tuple(path) for path in config["medusa_choices"]]
     else:
-        see = TargetStates(target, config["eagle_config"]["eagle_aux_hidden_state_layer_ids"], device)
+        see = TargetStates(target, config["eagle_aux_hidden_state_layer_ids"], device)
         shortlist = stored["d2t"] + torch.arange(len(stored["d2t"]), device=device)
         student = EagleHead(see, shortlist, intermediate_size=config["intermediate_size"])
         student.tree = [tuple(path) for path in config["eagle_choices"]]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -368,15 +368,30 @@ def main(
         total_layers=checkpoint.config["num_hidden_layers"],
     )
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
-    corpus, settings, seconds = _corpus(checkpoint, settings, seconds, device, dtype, seed)
-    print(json.dumps(corpus.summary()), flush=True)
+    start = time.monotonic()
+    corpus = _with_less_memory(
+        lambda now: generate_corpus(checkpoint, now, seconds=seconds, device=device, dtype=dtype, seed=seed, say=_say),
+        settings,
+        "rows",
+    )
+    corpus_seconds = time.monotonic() - start
+    _say(json.dumps(corpus.summary()))
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()  # of the rows that wrote
     trained: dict[str, Trained] = {}
     if "draft" in kinds:
         train = TrainingSettings(seed=seed, **options["draft"])
-        trained["draft"] = train_draft_model(checkpoint, corpus, train, device=device)
+        trained["draft"] = train_draft_model(checkpoint, corpus, train, device=device, say=_say)
     if heads := [name for name in kinds if name != "draft"]:
         train = TrainingSettings(seed=seed, **options["heads"])
-        trained |= train_heads(heads, checkpoint, corpus, train, device=device, intermediate_size=intermediate or None)
+        size, every = intermediate or None, 0.2 if device.startswith("cuda") else 0.1
+        trained |= _with_less_memory(
+            lambda now: train_heads(
+                heads, checkpoint, corpus, now, device=device, intermediate_size=size, measure_every=every, say=_say
+            ),
+            train,
+            "tokens_per_step",
+        )
     bundled = bundled_texts(checkpoint, device=device) if prompts else []
     command = ["python", "-m", "tutorial_lib.drafters.training", *sys.argv[1:]]
     for name, one in trained.items():
@@ -384,24 +399,26 @@ def main(
         if bundled:
             texts = {"bundled prompts": bundled, **texts}
         folder = out if len(trained) == 1 else out / name
-        make_and_export(checkpoint, corpus, settings, seconds, one, texts, command, folder)
+        make_and_export(checkpoint, corpus, settings, corpus_seconds, one, texts, command, folder, say=_say)
 
 
-def _corpus(
-    target: Checkpoint, settings: CorpusSettings, seconds: float, device: str, dtype: torch.dtype, seed: int
-) -> tuple[Corpus, CorpusSettings, float]:
-    """The corpus, with as many rows at a time as the memory takes, and what it took to write it."""
+def _with_less_memory(make: Callable[[Any], Any], settings: Any, what: str) -> Any:
+    """`make(settings)`; where a GPU's memory does not suffice, again with half of the number called `what`."""
     while True:
-        start = time.monotonic()
         try:
-            corpus = generate_corpus(target, settings, seconds=seconds, device=device, dtype=dtype, seed=seed)
+            return make(settings)
         except torch.cuda.OutOfMemoryError:
-            settings = replace(settings, rows=settings.rows // 2)
-            print(f"out of memory: the corpus is written in {settings.rows} rows", flush=True)
-        else:
-            if device.startswith("cuda"):
-                torch.cuda.empty_cache()
-            return corpus, settings, time.monotonic() - start
+            half = getattr(settings, what) // 2
+            if half < 64:
+                raise
+        # outside of the handler, which would keep the frames of what failed, and so its tensors
+        settings = replace(settings, **{what: half})
+        _say(f"out of memory: again with {half} {what}")
+        torch.cuda.empty_cache()
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
 
 
 if __name__ == "__main__":
