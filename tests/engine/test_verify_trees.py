@@ -95,6 +95,16 @@ def test_drawn_siblings_by_hand():
         assert (verdict.path, verdict.emitted[0]) == (path, token)
 
 
+def test_a_candidate_that_q_cannot_yield_has_no_chance():
+    """A drafter that fills up its siblings with ids of probability 0: the distribution stays the target's."""
+    p, q = torch.tensor([[0.4, 0.6]] * 3), torch.tensor([[1.0, 0.0]] * 2)
+    for u, emitted in ((0.39, 0), (0.41, 1)):
+        number = lambda i, purpose, u=u: u if purpose == Purpose.ACCEPT else 0.0  # noqa: E731
+        for drafted in ((0, 1), (1, 0)):
+            verdict = accept_sampled(drafted, q, p, number, (-1, -1))
+            assert verdict.emitted[0] == emitted and verdict.path == ((drafted.index(0),) if emitted == 0 else ())
+
+
 def test_a_repeated_candidate_has_no_second_chance():
     p = torch.tensor([[0.5, 0.5]] * 3)
     verdict = accept_sampled([0, 0], None, p, lambda i, purpose: 0.6 if purpose == Purpose.ACCEPT else 0.0, (-1, -1))

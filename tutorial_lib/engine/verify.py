@@ -105,9 +105,11 @@ def offer(
     for index in siblings:
         token = drafted[index]
         p_token, q_token = float(p[token]), 1.0 if q_left is None else float(q_left[token])
+        if q_token == 0:  # q could not have yielded it: no draw, and no chance
+            continue
         if u * q_token < p_token:  # accepted with probability min(1, p / q)
             return index, p
-        u = (u - p_token / q_token) / (1 - p_token / q_token) if q_token else u
+        u = (u - p_token / q_token) / (1 - p_token / q_token)
         p = residual(p, token if q_left is None else q_left)
         q_left = None if q_left is None else residual(q_left, token)  # the next one was drawn without this one
     return None, p
