@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
+from stand_ins import model_of
 
+from tutorial_lib.config import EagleDecodingConfig, MedusaDecodingConfig, SamplingParams
 from tutorial_lib.drafters import training
 from tutorial_lib.drafters.acceptance import (
     Text,
@@ -22,8 +24,11 @@ from tutorial_lib.drafters.acceptance import (
     tree_summary,
     walk,
 )
+from tutorial_lib.drafters.base import SlotState
 from tutorial_lib.drafters.corpus import Corpus, CorpusSettings, generate_corpus, greedy_texts
 from tutorial_lib.drafters.distill import TrainingSettings
+from tutorial_lib.drafters.eagle import open_eagle
+from tutorial_lib.drafters.medusa import open_medusa
 from tutorial_lib.drafters.train_heads import (
     UNSEEN,
     EagleHead,
@@ -306,6 +311,35 @@ def test_what_is_exported_loads_as_it_was_measured(trained, target, corpus, tmp_
     assert tensors["midlayer.self_attn.q_proj.weight"].shape == (64, 128) and tensors["fc.weight"].dtype == torch.int8
     assert config["eagle_aux_hidden_state_layer_ids"] == [2, 3, 4]
     assert not any("lm_head" in name or "embed" in name for name in tensors)
+
+
+@torch.inference_mode()
+def test_the_drafters_draft_what_was_trained(trained, target, corpus, tmp_path):
+    """The exported heads, read and run by the drafters that the engine uses (int8 weights, products in bfloat16)."""
+    model = model_of(dict(target.tensors("cpu", torch.float32)), target.config)
+    opened = {
+        "eagle3": lambda at: open_eagle(EagleDecodingConfig(speculative_model="x", max_draft_len=3), model, at),
+        "medusa": lambda at: open_medusa(
+            MedusaDecodingConfig(speculative_model="x", medusa_choices=[[0], [0, 0], [0, 0, 0]]), model, at
+        ),
+    }
+    for kind, one in trained.items():
+        training.make_and_export(
+            target, corpus, CorpusSettings(), 1.0, one, {"x": []}, ["x"], tmp_path / kind, say=lambda line: None
+        )
+        drafter, head = opened[kind](resolve(tmp_path / kind)), one.draft
+        assert drafter.feature_layers == (head.see.layers[:3] if kind == "eagle3" else (5,))
+        ids, same, total = corpus.tokens[:40].tolist(), 0, 0
+        states = TargetStates(target, drafter.feature_layers, "cpu")(torch.tensor([ids]))
+        features = torch.cat([state[0] for state in states], dim=-1)
+        for end in range(3, 39):
+            drafter.reset(0, ids[:end], features[:end])
+            (draft,) = drafter.propose([SlotState(0, ids[: end + 1], 3, SamplingParams(), 0)])
+            text = torch.tensor([ids[: end + 1] + list(draft.tokens)])
+            hidden = list(head.unroll(text, head.see(text), 3))
+            choices = [int(head.shortlist[(head.head @ hidden[step][0, end - 1]).argmax()]) for step in range(3)]
+            same, total = same + sum(a == b for a, b in zip(choices, draft.tokens, strict=True)), total + 3
+        assert same > 0.95 * total, (kind, same, total)
 
 
 def test_folding_the_scale_changes_nothing(target):

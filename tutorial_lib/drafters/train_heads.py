@@ -47,6 +47,7 @@ from .distill import (
 from .training import DraftModel, new_draft_model, rotate_halves
 
 UNSEEN = 1 << 20  # rank of a token that cannot be drafted
+SHIPPED_TREE = 16  # nodes of the tree that config.json recommends; the card has the whole order
 
 # ---------------------------------------------------------------------------------------------------- the frozen target
 
@@ -219,6 +220,7 @@ class _Head(nn.Module):
     def choose_tree(self, texts: Sequence[Text]) -> None:
         """The best tree of 63 nodes on these texts; smaller ones are its beginnings."""
         self.tree = best_tree(self.ranks(texts, min(self.eval_depth, 6)))
+        self.facts |= {"tree_texts": len(texts), "tree": [list(path) for path in self.tree]}
 
 
 class MedusaHeads(_Head):
@@ -265,7 +267,7 @@ class MedusaHeads(_Head):
             "vocab_size": model.config["vocab_size"],
             "draft_vocab_size": len(self.shortlist),
             "tie_lm_head_to_target": True,
-            "medusa_choices": [list(path) for path in self.tree],
+            "medusa_choices": [list(path) for path in sorted(self.tree[:SHIPPED_TREE], key=lambda p: (len(p), p))],
         }
 
     def vocabulary(self) -> dict[str, torch.Tensor]:
@@ -458,7 +460,6 @@ class EagleHead(_Head):
                 "eagle_aux_hidden_state_layer_ids": [n - 1 for n in self.see.layers[:3]],
                 "use_aux_hidden_state": True,
             },
-            "eagle_choices": [list(path) for path in self.tree],
         }
 
     def vocabulary(self) -> dict[str, torch.Tensor]:
@@ -520,7 +521,6 @@ def train_heads(
         if one.draft.kind == "eagle3":
             one.draft.fold()
         one.draft.choose_tree(tree_texts)
-        one.draft.facts["tree_texts"] = len(tree_texts)
     return {one.draft.kind: one for one in found}
 
 
@@ -545,13 +545,13 @@ def load_heads(folder: str | Path, target: Checkpoint, device: str = "cpu") -> M
         see = TargetStates(target, (target.config["num_hidden_layers"] + 1,), device)
         shortlist = stored["draft_vocab"].long()
         student = MedusaHeads(see, shortlist, heads=config["medusa_num_heads"], blocks=config["medusa_num_layers"])
-        student.tree = [tuple(path) for path in config["medusa_choices"]]
     else:
         see = TargetStates(target, config["eagle_aux_hidden_state_layer_ids"], device)
         shortlist = stored["d2t"] + torch.arange(len(stored["d2t"]), device=device)
         student = EagleHead(see, shortlist, intermediate_size=config["intermediate_size"])
-        student.tree = [tuple(path) for path in config["eagle_choices"]]
     read_weights(student, stored)
+    card = json.loads((Path(folder) / "card.json").read_text(encoding="utf-8"))
+    student.tree = [tuple(path) for path in card["tree"]]
     return student
 
 
