@@ -26,9 +26,11 @@ from tutorial_lib.config import (
     DraftTargetDecodingConfig,
     EagleDecodingConfig,
     KvCacheConfig,
+    LayerSkipDecodingConfig,
     LookaheadDecodingConfig,
     MedusaDecodingConfig,
     NGramDecodingConfig,
+    SADecodingConfig,
     SamplingParams,
     SimulatedAcceptance,
 )
@@ -273,6 +275,12 @@ def test_options_it_cannot_honour_are_refused_by_name(standin, method, params, o
         ({"dtype": "int8"}, "dtype is 'int8'"),
         ({"flow": "engine_api", "speculative_config": CONFIGS["draft_target"]}, "cannot run.*draft_target"),
         ({"flow": "pytorch", "speculative_config": CONFIGS["medusa"]}, "what 1.2.1 can"),
+        ({"speculative_config": SADecodingConfig()}, "1.3 on.*what 1.2.1 can"),
+        ({"speculative_config": LayerSkipDecodingConfig()}, "LayerSkipDecodingConfig has no counterpart"),
+        (
+            {"speculative_config": DraftTargetDecodingConfig(speculative_model_dir=DRAFTER, confidence_threshold=0.5)},
+            r"DraftTargetDecodingConfig\(confidence_threshold=…\)",
+        ),
         ({"simulated_acceptance": SimulatedAcceptance(acceptance_length=3)}, "without a drafter"),
         (
             {

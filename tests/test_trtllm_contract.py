@@ -15,22 +15,24 @@ from tutorial_lib.config import (
     DraftTargetDecodingConfig,
     EagleDecodingConfig,
     KvCacheConfig,
+    LayerSkipDecodingConfig,
     LookaheadDecodingConfig,
     MedusaDecodingConfig,
     NGramDecodingConfig,
+    SADecodingConfig,
     SamplingParams,
 )
 from tutorial_lib.errors import OptionError
 
 VERSIONS = ("0.14.0", "0.15.0", "0.17.0", "0.20.0", "1.0.0", "1.1.0", "1.2.1", "1.3.0rc13", "1.4.0")
-METHODS = ("plain", "draft_target", "eagle3", "eagle", "medusa", "lookahead", "ngram")
+METHODS = ("plain", "draft_target", "eagle3", "eagle", "medusa", "lookahead", "ngram", "suffix")
 
 # The table of the facts, by hand: flow -> method -> releases that have it.
 ENGINE = ("0.14.0", "0.15.0", "0.17.0", "0.20.0", "1.0.0", "1.1.0", "1.2.1")
 API = ("1.0.0", "1.1.0", "1.2.1")
 TORCH = ("1.0.0", "1.1.0", "1.2.1", "1.3.0rc13", "1.4.0")
 TABLE = {
-    "pytorch": {"plain": TORCH, "draft_target": TORCH, "eagle3": TORCH, "ngram": TORCH},
+    "pytorch": {"plain": TORCH, "draft_target": TORCH, "eagle3": TORCH, "ngram": TORCH, "suffix": TORCH[3:]},
     "engine_api": {"plain": API, "eagle": API, "medusa": API, "lookahead": API},
     "engine": {
         "plain": ENGINE,
@@ -512,6 +514,70 @@ def test_every_option_of_ours_reaches_the_library():
         calls.drafting_config(V12, EagleDecodingConfig())
 
 
+def test_suffix_and_tree_options():
+    main = contract.record_for(support.parse_version("1.3.0"))
+    suffix = calls.drafting_config(
+        support.parse_version("1.3.0"),
+        SADecodingConfig(max_draft_len=5, enable_global_pool=True, global_pool_size=9),
+    )
+    sizes = {"max_draft_len": 5, "max_matching_ngram_size": -1, "enable_global_pool": True, "global_pool_size": 9}
+    assert (suffix["class"], suffix["kwargs"]) == ("SADecodingConfig", sizes)
+    dynamic = EagleDecodingConfig(
+        speculative_model_dir="x", use_dynamic_tree=True, dynamic_tree_max_topK=4, max_total_draft_tokens=20
+    )
+    found = calls.drafting_config(V12, dynamic)
+    assert (found["kwargs"]["dynamic_tree_max_topK"], found["kwargs"]["max_total_draft_tokens"]) == (4, 20)
+    fixed = calls.drafting_config(V12, EagleDecodingConfig(speculative_model_dir="x", eagle_choices=[[0], [1], [0, 0]]))
+    assert fixed["kwargs"]["eagle_choices"] == [[0], [1], [0, 0]]
+    for record, call in ((main, suffix), (RECORD, found), (RECORD, fixed)):
+        contract.check_call(record, call)
+        assert calls.reasons(call).keys() == call["kwargs"].keys()
+
+
+@pytest.mark.parametrize(
+    ("config", "version", "flow", "words"),
+    [
+        (DraftTargetDecodingConfig(speculative_model_dir="x", confidence_threshold=0.4), "1.2.1", "pytorch",
+         ["DraftTargetDecodingConfig(confidence_threshold=…)", "draft_len_schedule", "backend='torch'"]),
+        (DraftTargetDecodingConfig(speculative_model_dir="x", confidence_threshold=0.0), "0.15.0", "engine",
+         ["0.15.0", "confidence_threshold", "K is fixed"]),
+        (EagleDecodingConfig(speculative_model_dir="x", confidence_threshold=0.4), "1.3.0", "pytorch",
+         ["EagleDecodingConfig(confidence_threshold=…)"]),
+        (EagleDecodingConfig(speculative_model_dir="x", use_dynamic_tree=True), "1.1.0", "pytorch",
+         ["1.1.0", "use_dynamic_tree", "a chain", "1.2"]),
+        (EagleDecodingConfig(speculative_model_dir="x", eagle_choices=[[0]]), "1.0.0", "pytorch",
+         ["eagle_choices", "a chain"]),
+        (EagleDecodingConfig(speculative_model_dir="x", use_dynamic_tree=True), "1.2.1", "engine_api",
+         ["use_dynamic_tree", "a fixed tree"]),
+    ],
+)  # fmt: skip
+def test_options_of_the_workbook_are_refused_by_name(config, version, flow, words):
+    with pytest.raises(OptionError) as error:
+        support.refuse_own_options(config, support.parse_version(version), flow)
+    message = str(error.value)
+    assert all(word in message for word in words) and "\n" not in message, message
+
+
+@pytest.mark.parametrize(
+    ("config", "version", "flow"),
+    [
+        (None, "1.2.1", "pytorch"),
+        (DRAFT, "1.2.1", "pytorch"),
+        (EagleDecodingConfig(speculative_model_dir="x"), "1.0.0", "pytorch"),
+        (EagleDecodingConfig(speculative_model_dir="x", use_dynamic_tree=True), "1.2.1", "pytorch"),
+        (EagleDecodingConfig(speculative_model_dir="x", eagle_choices=[[0]]), "1.0.0", "engine_api"),
+    ],
+)
+def test_what_the_release_has_is_not_refused(config, version, flow):
+    support.refuse_own_options(config, support.parse_version(version), flow)
+
+
+def test_a_method_of_the_workbook_alone_is_refused_by_name():
+    with pytest.raises(OptionError, match="LayerSkipDecodingConfig has no counterpart in TensorRT-LLM") as error:
+        support.method_of(LayerSkipDecodingConfig())
+    assert "SADecodingConfig" in str(error.value) and "torch backend" in str(error.value)
+
+
 def test_sampling_params():
     params = SamplingParams(max_tokens=9, temperature=0.7, top_k=5, top_p=0.9, seed=3, stop="x", stop_token_ids=[4])
     kwargs = calls.sampling_params(params, [7, 9])["kwargs"]
@@ -529,7 +595,7 @@ def test_which_method_a_configuration_is():
     eagle = EagleDecodingConfig(speculative_model_dir="x")
     assert support.method_of(eagle) == "eagle3" and support.method_of(eagle, "engine") == "eagle"
     assert support.method_of(None) == "plain" and support.method_of(DRAFT) == "draft_target"
-    assert support.method_of(MedusaDecodingConfig()) == "medusa"
+    assert support.method_of(MedusaDecodingConfig()) == "medusa" and support.method_of(SADecodingConfig()) == "suffix"
 
 
 def test_the_deepest_acceptance_of_each_method():

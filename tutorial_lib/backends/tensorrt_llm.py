@@ -38,7 +38,7 @@ from .trtllm import calls, commands, outputs, steps
 from .trtllm.engine_flow import EngineFlow
 from .trtllm.probe import ProbeResult, probe
 from .trtllm.shared import STAND_IN_NOTE, Setup, check_length, drafter_label, refused
-from .trtllm.support import choose_flow, method_of, parse_version
+from .trtllm.support import choose_flow, method_of, parse_version, refuse_own_options
 
 Say = Callable[[str], None]
 PROBE_LIMIT_S = 180.0  # a first import from a cold disk takes its time; the doctor waits 8 s
@@ -78,6 +78,7 @@ class TensorRTLLMBackend:
             raise OptionError(f"flow {flow!r} was asked of an engine directory", "flow 'engine'", "leave flow out")
         asked = flow or ("engine" if is_engine or version.release < (1, 0) else None)
         flow = choose_flow(version, method_of(speculative_config, asked), asked)
+        refuse_own_options(speculative_config, version, flow)
         if flow == "engine" and not is_engine:
             raise EngineDirError(
                 f"{model} is a checkpoint, and TensorRT-LLM {version} runs engines in this flow",

@@ -19,6 +19,7 @@ from ...config import (
     LookaheadDecodingConfig,
     MedusaDecodingConfig,
     NGramDecodingConfig,
+    SADecodingConfig,
     SamplingParams,
 )
 from ...errors import OptionError
@@ -105,6 +106,9 @@ def drafting_config(version: Version, config: DecodingBaseConfig | None, *, is_d
         kwargs |= {"max_matching_ngram_size": config.max_matching_ngram_size, "is_use_oldest": config.is_use_oldest}
         kwargs |= {"is_keep_all": True, "is_public_pool": False}  # one request must not learn from another
         return make("NGramDecodingConfig", kwargs)
+    if isinstance(config, SADecodingConfig):
+        names = ("max_matching_ngram_size", "enable_global_pool", "global_pool_size")
+        return make("SADecodingConfig", kwargs | {name: getattr(config, name) for name in names})
     if not isinstance(config, (DraftTargetDecodingConfig, EagleDecodingConfig)):
         raise OptionError(f"{type(config).__name__} is not for the PyTorch flow", "an engine flow for it")
     kwargs["speculative_model_dir"] = str(needs_model(config))
@@ -113,6 +117,11 @@ def drafting_config(version: Version, config: DecodingBaseConfig | None, *, is_d
     if isinstance(config, DraftTargetDecodingConfig):
         return make("DraftTargetDecodingConfig", kwargs)
     kwargs["eagle3_one_model"] = config.eagle3_one_model
+    if config.eagle_choices is not None:
+        kwargs["eagle_choices"] = tree_of(config)
+    if config.use_dynamic_tree:
+        names = ("use_dynamic_tree", "dynamic_tree_max_topK", "max_total_draft_tokens")
+        kwargs |= {name: getattr(config, name) for name in names}
     return make("Eagle3DecodingConfig" if version.release >= (1, 3) else "EagleDecodingConfig", kwargs)
 
 
@@ -264,6 +273,7 @@ _DECODING_TYPE = {
     "EagleDecodingConfig": ("Eagle", "Eagle"),
     "Eagle3DecodingConfig": ("Eagle3", "Eagle3"),
     "NGramDecodingConfig": ("NGram", "NGram"),
+    "SADecodingConfig": ("SA", "SA"),
 }
 ON_THE_COMMAND_LINE = ("model", "tensor_parallel_size", "max_batch_size", "max_seq_len")
 
@@ -309,10 +319,15 @@ REASONS = {
     "load_format": "random weights in the true shapes: speed without a checkpoint",
     "skip_tokenizer_init": "token ids in, token ids out: random weights make no text",
     "eagle3_one_model": "drafter and target in one graph; two models can sample",
-    "max_matching_ngram_size": "longest n-gram looked up; always set, since the releases' defaults differ",
+    "max_matching_ngram_size": "longest n-gram looked up; always set, since the releases' defaults differ (-1: any)",
     "is_use_oldest": "take the first place where the n-gram stood, or the latest",
     "is_keep_all": "remember all continuations of an n-gram",
     "is_public_pool": "off: a request must not draft from another one's text",
+    "enable_global_pool": "whether a request may draft from another one's text",
+    "global_pool_size": "how many finished requests stay searchable",
+    "use_dynamic_tree": "the likeliest nodes of a beam instead of a fixed tree (EAGLE-2)",
+    "dynamic_tree_max_topK": "candidates per step of that beam",
+    "max_total_draft_tokens": "nodes of the tree that are verified",
     "max_window_size": "lookahead window W",
     "max_ngram_size": "lookahead n-gram size N",
     "max_verification_set_size": "lookahead verification set G",

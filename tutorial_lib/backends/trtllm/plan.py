@@ -25,6 +25,7 @@ from ...config import (
     LookaheadDecodingConfig,
     MedusaDecodingConfig,
     NGramDecodingConfig,
+    SADecodingConfig,
     SamplingParams,
 )
 from ...errors import OptionError
@@ -303,6 +304,7 @@ def speculative_config(method: str, draft_len: int, drafter: str) -> DecodingBas
     makers: dict[str, Callable[[], DecodingBaseConfig]] = {
         "draft_target": lambda: DraftTargetDecodingConfig(max_draft_len=draft_len, speculative_model_dir=drafter),
         "ngram": lambda: NGramDecodingConfig(max_draft_len=draft_len, max_matching_ngram_size=3),
+        "suffix": lambda: SADecodingConfig(max_draft_len=draft_len),
         "eagle3": lambda: EagleDecodingConfig(max_draft_len=4, speculative_model_dir="{eagle3_head}"),
         "eagle": lambda: EagleDecodingConfig(max_draft_len=TREE_DEPTH, speculative_model_dir="{eagle_head}"),
         "medusa": lambda: MedusaDecodingConfig(
@@ -695,7 +697,7 @@ def _pytorch_run(job: _Job, method: str) -> dict[str, Any]:
         kv_cache=options.pop("kv_cache_config"),
         **options,
         is_dummy=is_dummy,
-        is_drafter_dummy=is_dummy and method != "ngram" and config is not None,
+        is_drafter_dummy=is_dummy and method not in ("ngram", "suffix") and config is not None,
     )
     call["then"] = _generate(job)
     env = {}

@@ -18,6 +18,7 @@ from ...config import (
     LookaheadDecodingConfig,
     MedusaDecodingConfig,
     NGramDecodingConfig,
+    SADecodingConfig,
 )
 from ...errors import OptionError
 
@@ -29,6 +30,7 @@ METHODS = {
     "medusa": "Medusa",
     "lookahead": "lookahead",
     "ngram": "n-gram / prompt lookup",
+    "suffix": "suffix automaton",
     "mtp": "MTP",
 }
 FLOWS = {
@@ -37,7 +39,7 @@ FLOWS = {
     "engine": "engine flow, command line: trtllm-build and examples/run.py",
 }
 OLDEST = (0, 14)
-NEWER_METHODS = ("PARD", "DFlash", "suffix automaton")  # later than 1.2; the workbook's own torch engine has such
+TREES_FROM = (1, 2)  # the PyTorch flow: the first release recorded with max_total_draft_tokens beside max_draft_len
 
 
 class Version(NamedTuple):
@@ -78,6 +80,9 @@ SUPPORT: dict[str, dict[str, Support]] = {
         "draft_target": Support((1, 0), note="without the overlap scheduler"),
         "eagle3": Support((1, 0), note="one model (default) or two"),
         "ngram": Support((1, 0), note="without the overlap scheduler"),
+        "suffix": Support(
+            (1, 3), note="on the GPU; max_matching_ngram_size is the one length compared, -1 the longest"
+        ),
         "mtp": Support((1, 0), note="checkpoints with MTP layers (DeepSeek)"),
     },
     "engine_api": {
@@ -100,6 +105,8 @@ _WHY_NOT = {
     ("eagle", "pytorch"): "an EagleDecodingConfig is read as EAGLE-3 there",
     ("eagle3", "engine_api"): "the engine flow stopped at EAGLE-2",
     ("eagle3", "engine"): "the engine flow stopped at EAGLE-2",
+    ("suffix", "engine_api"): "its SADecodingConfig is for the PyTorch flow only",
+    ("suffix", "engine"): "its SADecodingConfig is for the PyTorch flow only",
     ("medusa", "pytorch"): "Medusa was not ported to the PyTorch flow",
     ("lookahead", "pytorch"): "lookahead was not ported to the PyTorch flow",
     ("ngram", "engine_api"): "its NGramDecodingConfig is for the PyTorch flow only",
@@ -181,6 +188,7 @@ def method_of(config: DecodingBaseConfig | None, flow: str | None = None) -> str
         NGramDecodingConfig: "ngram",
         LookaheadDecodingConfig: "lookahead",
         MedusaDecodingConfig: "medusa",
+        SADecodingConfig: "suffix",
     }
     for kind, name in names.items():
         if isinstance(config, kind):
@@ -190,6 +198,33 @@ def method_of(config: DecodingBaseConfig | None, flow: str | None = None) -> str
         f"one of {', '.join(kind.__name__ for kind in (*names, EagleDecodingConfig))}",
         "use the torch backend for it",
     )
+
+
+def refuse_own_options(config: DecodingBaseConfig | None, version: Version, flow: str) -> None:
+    """`OptionError` for an option of a drafting method that TensorRT-LLM has not, or not in this release and flow, with
+    what it can do instead."""
+    if config is None:
+        return
+    name = type(config).__name__
+    if getattr(config, "confidence_threshold", None) is not None:
+        instead = "draft_len_schedule sets K by batch size" if version.release >= (1, 2) else "K is fixed"
+        raise OptionError(
+            f"TensorRT-LLM {version} cannot honour {name}(confidence_threshold=…), an option of this workbook",
+            f"None: it always drafts max_draft_len tokens ({instead})",
+            "leave it out, or use backend='torch'",
+        )
+    if not isinstance(config, EagleDecodingConfig):
+        return
+    if flow == "pytorch" and version.release < TREES_FROM:
+        asked = "use_dynamic_tree" if config.use_dynamic_tree else "eagle_choices" if config.eagle_choices else ""
+        can = "a chain: trees in the PyTorch flow came with {}.{}".format(*TREES_FROM)
+    else:
+        asked = "use_dynamic_tree" if config.use_dynamic_tree and flow != "pytorch" else ""
+        can = "a fixed tree (eagle_choices): that is how this workbook runs EAGLE in the engine flow"
+    if asked:
+        raise OptionError(
+            f"TensorRT-LLM {version} cannot honour {name}({asked}=…) in flow {flow!r}", can, "leave it out"
+        )
 
 
 def support_rows(version: Version | None = None) -> list[dict[str, str]]:
