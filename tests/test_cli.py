@@ -13,7 +13,15 @@ import pytest
 import typer
 
 from tutorial_lib import api, cli, config, doctor, models, runner
-from tutorial_lib.config import DraftTargetDecodingConfig, NGramDecodingConfig
+from tutorial_lib.config import (
+    DraftTargetDecodingConfig,
+    EagleDecodingConfig,
+    LayerSkipDecodingConfig,
+    LookaheadDecodingConfig,
+    MedusaDecodingConfig,
+    NGramDecodingConfig,
+    SADecodingConfig,
+)
 from tutorial_lib.errors import EngineDirError, ModelError, PromptError
 from tutorial_lib.results import Generation, Round
 
@@ -142,6 +150,58 @@ def test_generate_ngram(workbook):
     assert FakeLLM.made[0].options["speculative_config"] == NGramDecodingConfig(max_draft_len=4)
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["ngram", "--ngram-size", 2], NGramDecodingConfig(max_matching_ngram_size=2)),
+        (["suffix"], SADecodingConfig()),
+        (["suffix", "--ngram-size", 5, "--max-draft-len", 9],
+         SADecodingConfig(max_draft_len=9, max_matching_ngram_size=5)),
+        (["lookahead"], LookaheadDecodingConfig()),
+        (["lookahead", "--lookahead", "7,5,3"],
+         LookaheadDecodingConfig(max_window_size=7, max_ngram_size=5, max_verification_set_size=3)),
+        (["lookahead", "--lookahead", "1,1,0"],
+         LookaheadDecodingConfig(max_window_size=1, max_ngram_size=1, max_verification_set_size=0)),
+        (["layer-skip"], LayerSkipDecodingConfig()),
+        (["layer-skip", "--skip-layers", "3,5", "--confidence-threshold", 0.4],
+         LayerSkipDecodingConfig(skip_layers=[3, 5], confidence_threshold=0.4)),
+        (["medusa"], MedusaDecodingConfig(speculative_model_dir="embedded:medusa")),
+        (["embedded:medusa", "--tree", "0/1/0.0"],
+         MedusaDecodingConfig(speculative_model_dir="embedded:medusa", medusa_choices=[[0], [1], [0, 0]])),
+        (["eagle3", "--confidence-threshold", 0.2],
+         EagleDecodingConfig(speculative_model_dir="embedded:eagle3", confidence_threshold=0.2)),
+        (["embedded:eagle3", "--tree", "dynamic:4,16", "--max-draft-len", 6],
+         EagleDecodingConfig(speculative_model_dir="embedded:eagle3", max_draft_len=6, use_dynamic_tree=True,
+                             dynamic_tree_max_topK=4, max_total_draft_tokens=16)),
+        (["eagle3", "--tree", "0/0.0/1"],
+         EagleDecodingConfig(speculative_model_dir="embedded:eagle3", eagle_choices=[[0], [0, 0], [1]])),
+        (["embedded:draft", "--confidence-threshold", 0.3],
+         DraftTargetDecodingConfig(speculative_model_dir="embedded:draft", confidence_threshold=0.3)),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
+)  # fmt: skip
+def test_drafters_by_name(workbook, words, expected):
+    workbook(*PROMPT, "--drafter", *words)
+    assert FakeLLM.made[0].options["speculative_config"] == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        ({"medusa_num_heads": 3}, MedusaDecodingConfig),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, EagleDecodingConfig),
+        ({"architectures": ["LlamaForCausalLM"]}, DraftTargetDecodingConfig),
+        ([], DraftTargetDecodingConfig),
+        (None, DraftTargetDecodingConfig),
+    ],
+)
+def test_a_folder_says_which_method_it_is_for(workbook, tmp_path, content, kind):
+    if content is not None:
+        (tmp_path / "config.json").write_text(json.dumps(content))
+    workbook(*PROMPT, "--drafter", tmp_path)
+    assert FakeLLM.made[0].options["speculative_config"] == kind(speculative_model_dir=str(tmp_path))
+
+
 def test_chat_template_unless_raw(workbook):
     workbook(*PROMPT)
     assert "".join(map(chr, FakeLLM.made[0].inputs)) == "<user>Say hello<assistant>"
@@ -222,6 +282,22 @@ def test_prompt_that_is_none(refuses, prompt):
         (["--top-k", "-1"], "top_k is -1"),
         (["--seed", "-3"], "seed is -3"),
         (["--drafter", ""], "--drafter is empty"),
+        (["--tree", "0"], "--tree has no effect without --drafter"),
+        (
+            ["--drafter", "ngram", "--confidence-threshold", "0.5"],
+            "--confidence-threshold has no effect with --drafter",
+        ),
+        (["--drafter", "suffix", "--lookahead", "4,3,4"], "--lookahead has no effect with --drafter suffix"),
+        (["--drafter", "lookahead", "--max-draft-len", "3"], "--max-draft-len has no effect with --drafter lookahead"),
+        (["--drafter", "lookahead", "--lookahead", "4,3"], "three whole numbers W,N,G"),
+        (["--drafter", "lookahead", "--lookahead", "4,x,3"], "--lookahead holds '4,x,3'"),
+        (["--drafter", "lookahead", "--lookahead", "4,1,3"], "max_ngram_size is 1"),
+        (["--drafter", "layer-skip", "--skip-layers", "2,-1"], "skip_layers entry is -1"),
+        (["--drafter", "layer-skip", "--confidence-threshold", "1.5"], "confidence_threshold is 1.5"),
+        (["--drafter", "medusa", "--tree", "dynamic:4,16"], "--tree holds 'dynamic:4,16'"),
+        (["--drafter", "medusa", "--tree", "0/0.0.1"], "medusa_choices holds [0, 0, 1]"),
+        (["--drafter", "eagle3", "--tree", "dynamic:4"], "dynamic:TOPK,TOTAL"),
+        (["--drafter", "suffix", "--ngram-size", "0"], "max_matching_ngram_size is 0"),
         (["--json", "missing/out.json"], "there is no folder missing"),
         (["--json", "/dev/null"], "is not a file"),
         (["--json", "."], "is not a file"),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import tutorial_lib
 from tutorial_lib.api import LLM
@@ -128,6 +131,21 @@ def test_a_threshold_is_refused_on_a_gpu():
 )
 def test_heads_that_are_not_there(config, texts):
     with pytest.raises(ModelError, match="nowhere"):
+        LLM(TARGET, speculative_config=config, max_seq_len=128, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("content", "needed"),
+    [
+        ({"medusa_num_heads": 2}, "use MedusaDecodingConfig"),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, "use EagleDecodingConfig"),
+    ],
+)
+def test_heads_given_as_a_draft_model(content, needed, texts, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
+    config = DraftTargetDecodingConfig(speculative_model_dir=tmp_path)
+    with pytest.raises(OptionError, match=needed):
         LLM(TARGET, speculative_config=config, max_seq_len=128, device="cpu")
 
 

@@ -22,7 +22,7 @@ import typer
 from .errors import OptionError, PromptError, WorkbookError
 
 if TYPE_CHECKING:
-    from .config import DecodingBaseConfig, Profile
+    from .config import Profile
     from .results import Generation
 
 app = typer.Typer(
@@ -42,7 +42,6 @@ JsonFile = Annotated[
 ProfileName = Annotated[str, typer.Option(help="How much to run: cpu, h200, tensorrt_llm, replay.")]
 Dtype = Annotated[str, typer.Option(help="CPU: float32 (auto), bfloat16, int8. GPU: bfloat16 (auto), fp8.")]
 Device = Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu, cuda.")]
-DEFAULT_DRAFT_LEN = 4
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -157,10 +156,33 @@ def generate(
     prompt: Annotated[str, typer.Option(metavar="TEXT", help="What to ask.")],
     target: Annotated[str, typer.Option(help="A checkpoint or an engine directory.")] = "embedded:target",
     drafter: Annotated[
-        str | None, typer.Option(help="A checkpoint or engine directory, or ngram. Without it: plain decoding.")
+        str | None,
+        typer.Option(
+            help="ngram, suffix, lookahead, layer-skip, medusa, eagle3, embedded:draft, embedded:medusa, "
+            "embedded:eagle3; or a checkpoint or engine directory. Without it: plain decoding."
+        ),
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Most output tokens.")] = 64,
     max_draft_len: Annotated[int | None, typer.Option(help="K, draft tokens per round; default 4.")] = None,
+    confidence_threshold: Annotated[
+        float | None,
+        typer.Option(metavar="P", help="End a draft at the first token that the drafter gives less than this."),
+    ] = None,
+    ngram_size: Annotated[
+        int | None, typer.Option(metavar="N", help="ngram: longest n-gram, default 3. suffix: default -1, any.")
+    ] = None,
+    lookahead: Annotated[
+        str | None, typer.Option(metavar="W,N,G", help="lookahead: window, n-gram size, verification set; 4,3,4.")
+    ] = None,
+    skip_layers: Annotated[
+        str | None, typer.Option(metavar="I,J,…", help="layer-skip: layers left out; default: every second one.")
+    ] = None,
+    tree: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TREE", help="medusa, eagle3: ranks, 0/1/0.0 for [[0], [1], [0, 0]]. eagle3: dynamic:TOPK,TOTAL."
+        ),
+    ] = None,
     temperature: Annotated[float | None, typer.Option(help="0 or left out: greedy.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this probability.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Keep this many of the likeliest tokens.")] = None,
@@ -173,10 +195,12 @@ def generate(
 ) -> None:
     """Answer a prompt, with or without a drafter. The text comes as it is made; the last line is a summary."""
     from .config import SamplingParams
+    from .drafter_options import DrafterOptions, decoding_config
 
     _check_prompt(prompt)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-    speculative = decoding_config(drafter, DEFAULT_DRAFT_LEN if max_draft_len is None else max_draft_len)
+    asked = DrafterOptions(drafter, max_draft_len, confidence_threshold, ngram_size, lookahead, skip_layers, tree)
+    speculative = decoding_config(asked)
     if speculative is None and max_draft_len is not None:
         _say("note: --max-draft-len has no effect without --drafter: this is plain decoding")
     check_json_file(json_file)
@@ -202,20 +226,6 @@ def _check_prompt(prompt: str) -> None:
         prompt.encode("utf-8")
     except UnicodeEncodeError:
         raise PromptError("the prompt is not valid UTF-8", "UTF-8 text", "check the terminal's encoding") from None
-
-
-def decoding_config(drafter: str | None, max_draft_len: int) -> DecodingBaseConfig | None:
-    """What `--drafter` asks for: None for plain decoding, n-gram lookup, or a draft model. Checks K in any case."""
-    from .config import DecodingBaseConfig, DraftTargetDecodingConfig, NGramDecodingConfig
-
-    if drafter is None:
-        DecodingBaseConfig(max_draft_len=max_draft_len)  # refuses a K that makes no sense
-        return None
-    if not drafter.strip():
-        raise OptionError("--drafter is empty", "a checkpoint, an engine directory or ngram", "or leave it out")
-    if drafter == "ngram":
-        return NGramDecodingConfig(max_draft_len=max_draft_len)
-    return DraftTargetDecodingConfig(max_draft_len=max_draft_len, speculative_model_dir=drafter)
 
 
 def _with_chat_template(prompt: str, tokenizer: Any) -> list[int]:

@@ -27,7 +27,7 @@ from ..engine_dir import EngineInfo, is_engine_dir, open_engine, require
 from ..errors import OptionError
 from ..models import Checkpoint, check_pair, load_tokenizer, resolve
 from ..results import Generation
-from .torch_drafters import make_drafter, refuse_unsupported, resolve_head
+from .torch_drafters import make_drafter, refuse_heads, refuse_unsupported, resolve_head
 
 DEFAULT_MAX_DRAFT_LEN = 16
 
@@ -149,6 +149,7 @@ class TorchBackend:
             require(info, max_batch_size=target.max_batch_size)
             return info
         checkpoint = resolve(str(model), say=self._build["say"])
+        refuse_heads(checkpoint)
         own = checkpoint.config.get("max_position_embeddings", target.max_seq_len)
         info = build_engine(
             checkpoint,

@@ -70,6 +70,17 @@ def resolve_head(config: DecodingBaseConfig | None, say: Callable[[str], None]) 
     return resolve(str(config.speculative_model_dir), say=say)
 
 
+def refuse_heads(checkpoint: Checkpoint) -> None:
+    """`OptionError` for heads given as a draft model: alone they cannot run."""
+    if checkpoint.head_kind:
+        kind = MedusaDecodingConfig if checkpoint.head_kind == "medusa" else EagleDecodingConfig
+        raise OptionError(
+            f"{checkpoint.name} holds {checkpoint.head_kind} heads and was given as a draft model",
+            "a model of its own",
+            f"use {kind.__name__} for it",
+        )
+
+
 def make_drafter(
     config: DecodingBaseConfig | None, target: Model, stop_ids: Iterable[int], head: Checkpoint | None
 ) -> tuple[Drafter | None, int]:
