@@ -312,6 +312,10 @@ def test_close_frees_and_says_so():
     [
         ({"speculative_config": LookaheadDecodingConfig()}, "LookaheadDecodingConfig"),
         ({"speculative_config": NGramDecodingConfig(is_use_oldest=False)}, "is_use_oldest"),
+        (
+            {"speculative_config": DraftTargetDecodingConfig(speculative_model_dir=TINY, confidence_threshold=0.5)},
+            "confidence_threshold",
+        ),
         ({"kv_cache_config": KvCacheConfig(dtype="fp8")}, "KvCacheConfig.dtype="),
         ({"dtype": "int8"}, "dtype='int8'"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2"),

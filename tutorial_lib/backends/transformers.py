@@ -363,6 +363,12 @@ def _refuse_unsupported(
             "is_use_oldest=True: its prompt lookup takes the oldest match",
             "set is_use_oldest=True, or choose another backend",
         )
+    if isinstance(speculative, DraftTargetDecodingConfig) and speculative.confidence_threshold is not None:
+        raise OptionError(
+            "the transformers backend cannot honour DraftTargetDecodingConfig(confidence_threshold=…)",
+            "None: its own threshold moves from call to call",
+            "leave it out, or use backend='torch'",
+        )
     if kv is not None and kv.changed_options():
         raise OptionError(
             f"the transformers backend cannot honour KvCacheConfig({kv.changed_options()[0]}=…)",
