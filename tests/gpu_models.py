@@ -128,10 +128,10 @@ class TableModel:
         self.config = ModelConfig.from_hf({**dummy_config("dummy:tiny-llama")[0], "vocab_size": table.shape[0]})
         self.pages = slots * -(-position_limit(max_seq_len, draft_len) // PAGE) + 1
 
-    def prefill(self, ids: Sequence[int], table: torch.Tensor, slot: int) -> None: ...
+    def prefill(self, ids, table, slot, feature_layers=(), take=None) -> None: ...
 
-    def one_step(self, token: int, start: int, table: torch.Tensor, slot: int) -> torch.Tensor:
-        return self.table[[token]]
+    def one_step(self, token: int, start: int, table, slot, feature_layers=()) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.table[[token]], self.table[:0]
 
-    def step(self, tokens, table, lengths, slots, rows: int, tree=None) -> torch.Tensor:
+    def step(self, tokens, table, lengths, slots, rows: int, tree=None, taps=None) -> torch.Tensor:
         return self.table[tokens.long()]

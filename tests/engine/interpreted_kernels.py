@@ -8,6 +8,7 @@ that: FP8 results are compared code by code (`codes_alike`), bf16 ones by relati
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 import torch
@@ -15,9 +16,14 @@ from attention_cases import CASES, Case, check_attention, rand
 from gpu_models import PLAIN, Pages, gpu_model, random_ids, relative, run
 from stand_ins import Pieces
 
+from tutorial_lib.config import NGramDecodingConfig, SamplingParams
+from tutorial_lib.drafters.base import SlotState
+from tutorial_lib.drafters.ngram import NGramDrafter
 from tutorial_lib.engine import kernels, reference
+from tutorial_lib.engine.drafting import DeviceTree
 from tutorial_lib.engine.gpu_model import Ops
 from tutorial_lib.engine.kernels import FP8, AttentionScratch, Tactic
+from tutorial_lib.engine.reference import Tap
 from tutorial_lib.errors import OptionError
 
 assert kernels.IS_INTERPRETED, "set TRITON_INTERPRET=1 before Triton is imported"
@@ -222,7 +228,8 @@ def test_rounds_begin_and_finish_as_their_reference(kind, k):
     for batch in (1, 3, 5):
         slots = torch.randperm(6, generator=generator)[:batch]
         first = {
-            "length": ints(6, high=20) + 2, "last": ints(6, 2), "text": ints(6, 40), "tokens": ints(batch, k + 1),
+            "length": ints(6, high=20) + 2, "last": ints(6, 2), "text": ints(6, 40), "row": ints(6),
+            "tokens": ints(batch, k + 1),
             "choices": ints(batch, k + 1), "drafted_len": ints(batch, high=k + 1),
             "counter": torch.tensor([5]), "forced": ints(7, high=k + 1), "damage": ints(batch),
         }  # fmt: skip
@@ -237,18 +244,121 @@ def test_rounds_begin_and_finish_as_their_reference(kind, k):
             pair = ints(batch, 2) * 0
             made.begin_round(slots, has["length"], has["last"], seen, starts, has["tokens"], pair, has["damage"], 60)
             made.finish_round(
-                slots, has["length"], has["last"], has["text"], has["tokens"], has["choices"], has["drafted_len"],
-                has["forced"] if kind == "forced" else None, has["counter"], out, decided=decided,
+                slots, has["length"], has["last"], has["text"], has["row"], has["tokens"], has["choices"],
+                has["drafted_len"], has["forced"] if kind == "forced" else None, has["counter"], out, decided=decided,
             )  # fmt: skip
             ends.append({**has, "out": out, "seen": seen, "starts": starts, "pair": pair})
         for name, ours in ends[0].items():
-            if name in ("last", "text"):  # where the scratch slot writes means nothing
+            if name in ("last", "text", "row"):  # where the scratch slot writes means nothing
                 ours, ends[1][name] = ours[:5], ends[1][name][:5]
             assert torch.equal(ours, ends[1][name]), name
         assert ends[0]["length"][5] == first["length"][5] and ends[0]["counter"] == 6 and not ends[0]["damage"].any()
         real = [int(s) for s in slots if s < 5]
         grown = ends[0]["length"] - first["length"]
         assert all(1 <= grown[s] <= k + 1 for s in real) and grown.count_nonzero() == len(real)
+
+
+TREES = {
+    "two branches": (-1, 0, 0, 1, 2, 4),
+    "comb": (-1, 0, 1, 2, 0, 1, 2, 3),
+    "wide": (-1, 0, 0, 0, 1, 1, 3, 3, 6, 8),
+}
+
+
+@pytest.mark.parametrize("is_forced", [False, True])
+@pytest.mark.parametrize("name", list(TREES))
+def test_trees_are_walked_as_their_reference_walks_them(name, is_forced):
+    """Siblings differ; in every row the target's choices follow some branch to a depth of its own."""
+    tree = DeviceTree(TREES[name], "cpu")
+    rows, generator = len(TREES[name]), random.Random(name)
+    seen = set()
+    for _ in range(12):
+        batch = generator.choice([1, 2, 5])
+        tokens = torch.tensor([generator.sample(range(90), rows) for _ in range(batch)], dtype=torch.int32)
+        choices = torch.full((batch, rows), 95, dtype=torch.int32)
+        for own in range(batch):
+            at = generator.randrange(rows)
+            while at > 0 and generator.random() < 0.9:
+                choices[own, TREES[name][at]] = tokens[own, at]
+                at = TREES[name][at]
+        slots = torch.tensor(generator.sample(range(6), batch))
+        first = {
+            "length": torch.randint(2, 20, (6,), dtype=torch.int32), "last": torch.zeros(6, 2, dtype=torch.int32),
+            "text": torch.randint(0, 90, (6, 40), dtype=torch.int32), "row": torch.zeros(6, dtype=torch.int32),
+        }  # fmt: skip
+        forced = torch.tensor([2, 0, 1], dtype=torch.int32) if is_forced else None
+        ends = []
+        for made in (kernels, reference):
+            has = {key: value.clone() for key, value in first.items()}
+            out = torch.zeros(batch, rows + 1, dtype=torch.int32)
+            path = torch.zeros(batch, tree.depth, dtype=torch.int32)
+            made.finish_round(
+                slots, has["length"], has["last"], has["text"], has["row"], tokens, choices,
+                torch.zeros(batch, dtype=torch.int32), forced, torch.tensor([generator.randrange(1)]), out,
+                parents=tree.parents, path=path,
+            )  # fmt: skip
+            ends.append({**{key: value[:5] for key, value in has.items()}, "out": out, "path": path})
+        for key, ours in ends[0].items():
+            assert torch.equal(ours, ends[1][key]), key
+        seen |= set(ends[0]["out"][:, 0].tolist())
+    assert seen == ({2} if is_forced else set(range(tree.depth + 1)))
+
+
+def test_the_accepted_branch_moves_up_in_every_layer():
+    cache = rand(3, 5, 2, 2, 64, 8).bfloat16()
+    table = torch.tensor([[4, 1], [0, 3], [2, 2]], dtype=torch.int32)
+    slots, starts = torch.tensor([1, 0], dtype=torch.int32), torch.tensor([61, 7], dtype=torch.int32)
+    path = torch.tensor([[2, 5, 9], [1, 0, 0]], dtype=torch.int32)
+    ours, theirs = cache.clone(), cache.clone()
+    kernels.keep_path(ours, table, slots, starts, path)
+    reference.keep_path(theirs, table, slots, starts, path)
+    assert torch.equal(ours, theirs)
+    at = {position: ours[:, table[1, position // 64], :, :, position % 64] for position in range(128)}
+    was = {position: cache[:, table[1, position // 64], :, :, position % 64] for position in range(128)}
+    for position in at:
+        source = {62: 63, 63: 66, 64: 70}.get(position, position)
+        assert torch.equal(at[position], was[source]), position
+    assert torch.equal(ours[:, 4], cache[:, 4])  # the other sequence kept its first draft: nothing to move
+
+
+@pytest.mark.parametrize("is_oldest", [True, False])
+@pytest.mark.parametrize("size", [1, 3])
+def test_ngrams_are_matched_as_the_host_does(size, is_oldest):
+    generator = random.Random(size)
+    config = NGramDecodingConfig(max_draft_len=5, max_matching_ngram_size=size, is_use_oldest=is_oldest)
+    stop_ids = torch.tensor([3], dtype=torch.int32)
+    for length in (2, 3, 9, 40, 1100):
+        texts = [[generator.randrange(4 if length < 99 else 40) for _ in range(length - cut)] for cut in (0, 1)]
+        drafter = NGramDrafter(config, [3])
+        expected = []
+        for slot, text in enumerate(texts):
+            drafter.reset(slot, text)
+            (draft,) = drafter.propose([SlotState(slot, text, 5, SamplingParams(), 0)])
+            expected.append(list(draft.tokens))
+        text = torch.full((3, 1200), 3, dtype=torch.int32)
+        lengths = torch.tensor([len(texts[1]), 2, len(texts[0])], dtype=torch.int32)
+        text[2, : len(texts[0])], text[0, : len(texts[1])] = torch.tensor(texts[0]), torch.tensor(texts[1])
+        for made in (kernels, reference):
+            tokens, found = torch.zeros(2, 6, dtype=torch.int32), torch.full((2,), 9, dtype=torch.int32)
+            made.match_ngram(torch.tensor([2, 0]), lengths, text, tokens, found, stop_ids, size, is_oldest)
+            assert [row[1 : 1 + n] for row, n in zip(tokens.tolist(), found.tolist(), strict=True)] == expected
+
+
+@pytest.mark.parametrize("is_normed", [False, True])
+def test_norms_leave_copies_where_they_are_told(is_normed):
+    residual, parts = rand(4, 72).bfloat16(), rand(2, 4, 72, seed=1)
+    weight = (rand(72, seed=2, scale=0.2) + 1).bfloat16()
+    rows = torch.tensor([5, 0, 3, 1], dtype=torch.int32)
+    found = []
+    for made in (kernels, reference):
+        store, cat = torch.zeros(7, 200).bfloat16(), torch.zeros(4, 150).bfloat16()
+        tap = Tap(store[:, 72:144], rows, is_normed)
+        result, _ = made.add_norm(residual.clone(), parts, weight, 1e-3, None, False, out=cat[:, 75:147], tap=tap)
+        assert not cat[:, :75].any() and not cat[:, 147:].any() and torch.equal(result, cat[:, 75:147])
+        assert not store[:, :72].any() and not store[:, 144:].any() and not store[[2, 4, 6]].any()
+        found.append((store, cat))
+    for ours, theirs in zip(*found, strict=True):
+        assert relative(ours, theirs) < CUT and ours.any()
 
 
 # ---- all of them together -------------------------------------------------------------------------------------------

@@ -64,7 +64,12 @@ def everything():
     long, ints = torch.zeros(4, dtype=torch.long), torch.zeros(4, 8, dtype=torch.int32)
     kernels.argmax(torch.zeros(4, 40_000), ints[:, 0], ids=long, damage=ints[0])
     kernels.begin_round(long, ints[0], ints, ints[0], ints, ints, ints, ints[0], 9, pdl=arch >= 90)
-    kernels.finish_round(long, ints[0], ints, ints, ints, ints, ints[0], None, long, ints, pdl=arch >= 90)
+    kernels.finish_round(
+        long, ints[0], ints, ints, ints[0], ints, ints, ints[0], None, long, ints, parents=ints[0], path=ints,
+        pdl=arch >= 90,
+    )
+    kernels.keep_path(model.cache, ints, ints[0], ints[0], ints, pdl=arch >= 90)
+    kernels.match_ngram(long, ints[0], ints, ints, ints[0], ints[0], 3, True, pdl=arch >= 90)
 
 found = _uncompiled(everything)
 each = {function.__name__: (function, request) for function, request in found}  # one of its forms is enough
@@ -92,5 +97,5 @@ def test_kernels_compile_for(arch, name, weights, cache, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     names = ["add_norm", "argmax_finish", "argmax", "attention", "begin_round", "finish_round", "gate_up"]
-    names += ["linear", "stamp"]
+    names += ["keep_path", "linear", "match_ngram", "stamp"]
     assert done.stdout.split() == sorted(f"_{name}_kernel" for name in names)

@@ -14,20 +14,27 @@ from ..config import (
     DecodingBaseConfig,
     DraftTargetDecodingConfig,
     KvCacheConfig,
-    NGramDecodingConfig,
+    SADecodingConfig,
     SamplingParams,
     SimulatedAcceptance,
 )
 from ..drafters.base import Drafter
 from ..drafters.draft_model import DraftModelDrafter
-from ..drafters.ngram import NGramDrafter
 from ..engine.build import build_engine, choose_device, load_model, machine_arch
 from ..engine.engine import Engine
+from ..engine.model import ModelConfig
 from ..engine_dir import EngineInfo, is_engine_dir, open_engine, require
 from ..errors import OptionError
 from ..models import Checkpoint, check_pair, load_tokenizer, resolve
 from ..results import Generation
-from .torch_drafters import make_drafter, refuse_heads, refuse_unsupported, resolve_head
+from .torch_drafters import (
+    gpu_draft_rows,
+    make_drafter,
+    make_drafting,
+    refuse_heads,
+    refuse_unsupported,
+    resolve_head,
+)
 
 DEFAULT_MAX_DRAFT_LEN = 16
 
@@ -77,7 +84,14 @@ class TorchBackend:
         self.engine: Engine | None = None
         if self.device == "cuda":
             self.engine = _assemble_gpu(
-                target, drafter, speculative_config, self.tokenizer, kv_cache_config, simulated_acceptance, kernels_off
+                target,
+                drafter,
+                head,
+                speculative_config,
+                self.tokenizer,
+                kv_cache_config,
+                simulated_acceptance,
+                kernels_off,
             )
         else:
             self.engine = _assemble(target, drafter, head, speculative_config, self.tokenizer)
@@ -211,6 +225,7 @@ def _assemble(
 def _assemble_gpu(
     target: EngineInfo,
     drafter: EngineInfo | None,
+    head: Checkpoint | None,
     config: DecodingBaseConfig | None,
     tokenizer: Any,
     kv: KvCacheConfig | None,
@@ -236,14 +251,16 @@ def _assemble_gpu(
             "a drafter as long as the target: rounds on a GPU always draft",
             f"use max_seq_len={drafter.max_seq_len}",
         )
-    k = config.max_draft_len if config else 0
+    k = gpu_draft_rows(config, head, ModelConfig.from_hf(target.model_config))
     kv_dtype = torch.float8_e4m3fn if is_fp8_cache else torch.bfloat16
     ops = Ops.make(off=kernels_off)
     model, _ = load_gpu_model(target, max_draft_len=k, kv_dtype=kv_dtype, ops=ops)
-    drafting = None
     if drafter is not None:
-        drafting = ModelDrafting(*load_gpu_model(drafter, max_draft_len=k, kv_dtype=kv_dtype, ops=ops))
-    of_draft = [] if drafting is None else [(drafting.model, (MAX_STEP_ROWS, 2, 1))]
+        drafting: Any = ModelDrafting(*load_gpu_model(drafter, max_draft_len=k, kv_dtype=kv_dtype, ops=ops))
+    else:
+        drafting = make_drafting(config, model, target.eos_token_ids, head, target.max_batch_size)
+    is_on_host = isinstance(config, SADecodingConfig)
+    of_draft = [(drafting.model, (MAX_STEP_ROWS, 2, 1))] if isinstance(drafting, ModelDrafting) else []
     compile_steps([(model, (MAX_STEP_ROWS, 1, k + 1)), *of_draft])
     return GpuEngine(
         model,
@@ -251,8 +268,8 @@ def _assemble_gpu(
         target.eos_token_ids,
         max_slots=target.max_batch_size,
         max_seq_len=target.max_seq_len,
-        drafting=drafting,
-        host_drafter=NGramDrafter(config, target.eos_token_ids) if isinstance(config, NGramDecodingConfig) else None,
+        drafting=None if is_on_host else drafting,
+        host_drafter=drafting if is_on_host else None,
         max_draft_len=k,
         simulated_acceptance=simulated,
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from ..config import (
     DecodingBaseConfig,
@@ -19,19 +20,23 @@ from ..config import (
     SADecodingConfig,
 )
 from ..drafters.base import Drafter
-from ..engine.model import Model
+from ..engine.model import Model, ModelConfig
 from ..errors import OptionError
 from ..models import Checkpoint, resolve
 
-ON_GPU = (DraftTargetDecodingConfig, NGramDecodingConfig)
-ON_CPU = (
-    *ON_GPU,
+if TYPE_CHECKING:
+    from ..engine.drafting import Drafting
+    from ..engine.gpu_model import GpuModel
+
+ON_GPU = (
+    DraftTargetDecodingConfig,
+    NGramDecodingConfig,
     SADecodingConfig,
-    LookaheadDecodingConfig,
     LayerSkipDecodingConfig,
     MedusaDecodingConfig,
     EagleDecodingConfig,
 )
+ON_CPU = (*ON_GPU, LookaheadDecodingConfig)
 HEADS: dict[type[DecodingBaseConfig], tuple[str, str, str]] = {  # module, function, the heads for embedded:target
     MedusaDecodingConfig: ("medusa", "open_medusa", "embedded:medusa"),
     EagleDecodingConfig: ("eagle", "open_eagle", "embedded:eagle3"),
@@ -54,6 +59,13 @@ def refuse_unsupported(config: DecodingBaseConfig | None, device: str) -> None:
             f"the torch backend on a GPU cannot honour {name}(confidence_threshold=…)",
             "None: its rounds always draft max_draft_len tokens",
             "leave it out, or use device='cpu'",
+        )
+    is_tree = isinstance(config, EagleDecodingConfig) and (config.use_dynamic_tree or config.eagle_choices)
+    if device == "cuda" and is_tree:
+        raise OptionError(
+            "the torch backend on a GPU does not run EAGLE-3 trees",
+            "a chain",
+            "leave the tree out, or use device='cpu'",
         )
 
 
@@ -108,3 +120,49 @@ def make_drafter(
         open_heads = getattr(import_module(f"..drafters.{module}", __package__), function)
         return open_heads(config, target, head), config.max_draft_len
     return None, 0
+
+
+# ------------------------------------------------------------------------------------------------------------- on a GPU
+
+
+def gpu_draft_rows(config: DecodingBaseConfig | None, head: Checkpoint | None, target: ModelConfig) -> int:
+    """Draft tokens that one round on a GPU verifies: K, or all tokens of a tree."""
+    if isinstance(config, MedusaDecodingConfig) and head is not None:
+        from ..drafters.checkpoints import read_medusa
+        from ..drafters.medusa import choose_tree
+
+        return len(choose_tree(config, read_medusa(head, target), target.vocab_size, head.name))
+    return config.max_draft_len if config else 0
+
+
+def make_drafting(
+    config: DecodingBaseConfig | None,
+    target: GpuModel,
+    stop_ids: Iterable[int],
+    head: Checkpoint | None,
+    max_sequences: int,
+) -> Drafting | Drafter | None:
+    """`make_drafter` for a GPU: what drafts inside a round's graph, or for suffix decoding on the host."""
+    if isinstance(config, NGramDecodingConfig):
+        from ..engine.drafting import NGramDrafting
+
+        return NGramDrafting(config, target.config.vocab_size, stop_ids, target.device)
+    if isinstance(config, SADecodingConfig):
+        from ..drafters.suffix import SuffixDrafter
+
+        return SuffixDrafter(config, stop_ids)
+    if isinstance(config, LayerSkipDecodingConfig):
+        from ..drafters.layer_skip import layers_to_skip
+        from ..engine.drafting import ModelDrafting
+
+        return ModelDrafting(target.without_layers(layers_to_skip(config, target.config.num_layers)))
+    if head is None:
+        return None
+    from ..drafters.checkpoints import read_eagle3, read_medusa
+    from ..engine.head_drafting import open_eagle_drafting, open_medusa_drafting
+
+    if isinstance(config, MedusaDecodingConfig):
+        return open_medusa_drafting(config, target, read_medusa(head, target.config), head.name)
+    if isinstance(config, EagleDecodingConfig):
+        return open_eagle_drafting(config, target, read_eagle3(head, target.config), max_sequences)
+    return None

@@ -34,9 +34,14 @@ def open_medusa(config: MedusaDecodingConfig, target: Model, checkpoint: Checkpo
     engines without trees run such heads.
     """
     heads = read_medusa(checkpoint, target.config)
+    return MedusaDrafter(heads, target, choose_tree(config, heads, target.config.vocab_size, checkpoint.name))
+
+
+def choose_tree(config: MedusaDecodingConfig, heads: MedusaHeads, vocab_size: int, name: str) -> tuple[Path, ...]:
+    """The paths that `config` and the heads called `name` come to; see `open_medusa`."""
     used = heads.num_heads if config.num_medusa_heads is None else config.num_medusa_heads
     if used > heads.num_heads:
-        raise OptionError(f"num_medusa_heads is {used}", f"at most {heads.num_heads}, as {checkpoint.name} has")
+        raise OptionError(f"num_medusa_heads is {used}", f"at most {heads.num_heads}, as {name} has")
     if config.medusa_choices is not None:
         choices = tuple(tuple(path) for path in config.medusa_choices)
         if max(map(len, choices)) > used:
@@ -48,10 +53,10 @@ def open_medusa(config: MedusaDecodingConfig, target: Model, checkpoint: Checkpo
     else:
         own = heads.choices or tuple((0,) * depth for depth in range(1, used + 1))
         choices = tuple(path for path in own if len(path) <= used)
-    size = target.config.vocab_size if heads.draft_ids is None else len(heads.draft_ids)
+    size = vocab_size if heads.draft_ids is None else len(heads.draft_ids)
     if (highest := max(map(max, choices))) >= size:
         raise OptionError(f"medusa_choices holds rank {highest}", f"ranks below {size}, the heads' vocabulary")
-    return MedusaDrafter(heads, target, choices)
+    return choices
 
 
 class MedusaDrafter:

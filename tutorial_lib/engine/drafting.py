@@ -6,12 +6,13 @@ the round's `tokens` behind their first column and, where it sampled, returns th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
 
+from ..config import NGramDecodingConfig
 from .device_sampling import draw, probabilities, uniform
 from .gpu_model import GpuModel
 from .sampling import Purpose
@@ -19,17 +20,51 @@ from .sampling import Purpose
 if TYPE_CHECKING:
     from .graph import RoundProgram
 
+Take = Callable[[int, torch.Tensor], None]  # (first position, features [64, F * H])
+
 
 class Drafting(Protocol):
-    """vocab_size: ids from here on mean nothing to it and are read as id 0 (a guess costs speed only)."""
+    """vocab_size: ids from here on mean nothing to it and are read as id 0 (a guess costs speed only). parents: None
+    for a chain; of a tree's rows the row of each one's parent, the text's last token (row 0) having -1.
+    feature_layers: hidden states it wants of the target, as in `drafters.base`; they lie in `round.state.features`."""
 
     vocab_size: int
+    parents: tuple[int, ...] | None
+    feature_layers: tuple[int, ...]
+
+    def take(self, prompt_ids: Sequence[int], table: torch.Tensor, slot: int) -> Take | None:
+        """What to do with each prefill step's features of a prompt; None if nothing."""
 
     def begin(self, prompt_ids: Sequence[int], table: torch.Tensor, slot: int) -> None:
         """A new request takes `slot`; `prompt_ids` is its text but for the last token, which `last` holds."""
 
     def draft(self, round: RoundProgram) -> torch.Tensor | None:
         """K tokens per sequence into `round.tokens[:, 1:]`; returns q float32 [B, K, V] if they were sampled."""
+
+
+class DeviceTree:
+    """A fixed tree over a round's rows, row 0 the root: parents and depths int32 [rows], and the mask that attention
+    takes. of_drafts: the same parents as `Round.parents` counts them."""
+
+    def __init__(self, parents: Sequence[int], device) -> None:
+        rows = len(parents)
+        mask, depths = torch.zeros(rows, rows, dtype=torch.int8), [0] * rows
+        for row, parent in enumerate(parents):
+            if row:
+                depths[row] = depths[parent] + 1
+                mask[row] = mask[parent]
+            mask[row, row] = 1
+        self.depth, self.of_drafts = max(depths), tuple(parent - 1 for parent in parents[1:])
+        self.parents = torch.tensor(list(parents), dtype=torch.int32, device=device)
+        self.depths = torch.tensor(depths, dtype=torch.int32, device=device)
+        self._mask = mask.to(device)
+        self._over: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def over(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(mask int8 [batch * rows, rows], depths int32 [batch * rows]), made once for a batch size."""
+        if batch not in self._over:
+            self._over[batch] = (self._mask.repeat(batch, 1), self.depths.repeat(batch))
+        return self._over[batch]
 
 
 class ModelDrafting:
@@ -41,8 +76,14 @@ class ModelDrafting:
     the one before ended.
     """
 
+    parents: tuple[int, ...] | None = None
+    feature_layers: tuple[int, ...] = ()
+
     def __init__(self, model: GpuModel, head_ids: torch.Tensor | None = None) -> None:
         self.model, self.head_ids, self.vocab_size = model, head_ids, model.config.vocab_size
+
+    def take(self, prompt_ids: Sequence[int], table: torch.Tensor, slot: int) -> None:
+        return None
 
     def begin(self, prompt_ids: Sequence[int], table: torch.Tensor, slot: int) -> None:
         self.model.prefill([t if t < self.vocab_size else 0 for t in prompt_ids], table, slot)
@@ -79,3 +120,28 @@ class ModelDrafting:
             full = torch.zeros(probs.shape[0], size, device=probs.device)
             return full.index_copy_(1, self.head_ids, probs)
         return F.pad(probs, (0, size - probs.shape[-1])) if probs.shape[-1] < size else probs
+
+
+class NGramDrafting:
+    """Prompt lookup as `drafters.ngram` does it, over the round's own record of the text."""
+
+    parents: tuple[int, ...] | None = None
+    feature_layers: tuple[int, ...] = ()
+
+    def __init__(self, config: NGramDecodingConfig, vocab_size: int, stop_ids: Iterable[int], device) -> None:
+        self.config, self.vocab_size = config, vocab_size
+        self.stop_ids = torch.tensor(sorted(stop_ids), dtype=torch.int32, device=device)
+
+    def take(self, prompt_ids: Sequence[int], table: torch.Tensor, slot: int) -> None:
+        return None
+
+    def begin(self, prompt_ids: Sequence[int], table: torch.Tensor, slot: int) -> None: ...
+
+    def draft(self, round: RoundProgram) -> None:
+        state, ops = round.state, round.target.ops
+        ops.match_ngram(
+            round.slots, state.length, state.text, round.tokens, round.drafted_len, self.stop_ids,
+            self.config.max_matching_ngram_size, self.config.is_use_oldest, ops.pdl,
+        )  # fmt: skip
+        if round.is_forced:
+            round.drafted_len.fill_(round.k)

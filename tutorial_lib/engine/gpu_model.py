@@ -7,8 +7,8 @@ kernels, or plain torch for those switched off by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
@@ -17,11 +17,12 @@ import torch
 from ..errors import OptionError
 from . import reference
 from .model import ModelConfig, inverse_frequencies
+from .reference import Tap
 
 MAX_STEP_ROWS = 64
 PAGE = reference.PAGE
 STEP_KERNELS = ("linear", "gate_up", "embed_norm", "add_norm", "quantize_rows", "attention", "argmax")
-KERNELS = (*STEP_KERNELS, "begin_round", "finish_round")
+KERNELS = (*STEP_KERNELS, "begin_round", "finish_round", "keep_path", "match_ngram")
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class Ops:
     argmax: Callable[..., None]
     begin_round: Callable[..., None]
     finish_round: Callable[..., None]
+    keep_path: Callable[..., None]
+    match_ngram: Callable[..., None]
     pdl: bool
 
     @classmethod
@@ -101,15 +104,36 @@ def rotary_tables(config: ModelConfig, positions: int, device) -> tuple[torch.Te
     return angles.cos().contiguous(), angles.sin().contiguous()
 
 
+@dataclass(frozen=True)
+class Taps:
+    """Which hidden states a step leaves behind: of every row those of `layers` (numbered as in `drafters.base`), side
+    by side, in `out` [any, len(layers) * H] bf16, row i of the step in out[rows[i]]."""
+
+    layers: tuple[int, ...]
+    out: torch.Tensor
+    rows: torch.Tensor
+
+    def of(self, layer: int, width: int, *, is_normed: bool = False) -> Tap | None:
+        if layer not in self.layers:
+            return None
+        at = self.layers.index(layer) * width
+        return Tap(self.out[:, at : at + width], self.rows, is_normed)
+
+
 class FixedStep:
     """A step of `rows` rows of one sequence over fixed buffers, captured as a graph on a GPU; `logits` float32
-    [rows, V] if they are wanted. The pages are copied in, so whose table they come from does not matter."""
+    [rows, V] if they are wanted, `features` [rows, F * H] of `feature_layers`. The pages are copied in, so whose table
+    they come from does not matter."""
 
-    def __init__(self, model: GpuModel, rows: int, *, has_logits: bool) -> None:
+    def __init__(self, model: GpuModel, rows: int, feature_layers: tuple[int, ...], *, has_logits: bool) -> None:
         device = model.device
         self.model, self.rows, self.has_logits = model, rows, has_logits
         self.logits: torch.Tensor | None = None
         self.tokens = torch.zeros(rows, dtype=torch.int32, device=device)
+        width = len(feature_layers) * model.config.hidden_size
+        self.features = torch.zeros(rows, width, dtype=torch.bfloat16, device=device)
+        every = torch.arange(rows, dtype=torch.int32, device=device)
+        self._taps = Taps(feature_layers, self.features, every) if feature_layers else None
         self.length = torch.zeros(1, dtype=torch.int32, device=device)
         self.slot = torch.zeros(1, dtype=torch.int32, device=device)
         blocks = -(-model.max_positions // PAGE)
@@ -129,7 +153,7 @@ class FixedStep:
 
     def _step(self) -> None:
         run: Callable[..., Any] = self.model.step if self.has_logits else self.model.body
-        made: Any = run(self.tokens, self.table, self.length, self.slot, self.rows)
+        made: Any = run(self.tokens, self.table, self.length, self.slot, self.rows, taps=self._taps)
         self.logits = made if self.has_logits else None
 
 
@@ -176,14 +200,15 @@ class GpuModel:
         ops: Ops,
         kv_dtype: torch.dtype = torch.bfloat16,
         max_sequences: int = 1,
+        scratch: Any = None,
     ) -> None:
         self.config, self.layers, self.embed, self.norm, self.head, self.ops = config, layers, embed, norm, head, ops
         self.device, self.max_positions, self.pages = embed.device, max_positions, pages
         shape = (len(layers), pages, 2, config.num_kv_heads, PAGE, config.head_dim)
         self.cache = torch.zeros(shape, dtype=kv_dtype, device=self.device)
-        self._fixed_steps: dict[tuple[int, bool], FixedStep] = {}
-        self.scratch: Any = None
-        if "kernels" in ops.attention.__module__:
+        self._fixed_steps: dict[tuple, FixedStep] = {}
+        self.scratch: Any = scratch
+        if scratch is None and "kernels" in ops.attention.__module__:
             if config.head_dim & (config.head_dim - 1):
                 raise OptionError(
                     f"the model has heads of {config.head_dim}",
@@ -203,28 +228,34 @@ class GpuModel:
         slots: torch.Tensor,
         rows: int,
         tree: tuple[torch.Tensor, torch.Tensor] | None = None,
+        taps: Taps | None = None,
     ) -> torch.Tensor:
         """Logits float32 [sequences * rows, V] for `rows` tokens of each sequence, written behind `lengths` tokens.
 
         tokens: int [sequences * rows], at most 64. table: int32 [slots, blocks]. lengths, slots: int32 [sequences].
         """
-        x, parts = self.body(tokens, table, lengths, slots, rows, tree)
+        x, parts = self.body(tokens, table, lengths, slots, rows, tree, taps)
+        last, width = self.config.num_layers, self.config.hidden_size
+        tap = None if taps is None else taps.of(last, width) or taps.of(last + 1, width, is_normed=True)
         h, scale = self.ops.add_norm(
-            x, parts, self.norm, self.config.rms_norm_eps, None, self.head.scale is not None, self.ops.pdl
+            x, parts, self.norm, self.config.rms_norm_eps, None, self.head.scale is not None, self.ops.pdl, tap=tap
         )
         return self._product(self.head, h, scale)[0]
 
     @torch.inference_mode()
-    def body(self, tokens, table, lengths, slots, rows: int, tree=None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def body(
+        self, tokens, table, lengths, slots, rows: int, tree=None, taps: Taps | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """All layers. Returns the residual [sequences * rows, H] bf16 and the partials still to be added to it."""
         ops, eps = self.ops, self.config.rms_norm_eps
         x = parts = None
-        for layer, cache in zip(self.layers, self.cache, strict=True):
+        for i, (layer, cache) in enumerate(zip(self.layers, self.cache, strict=True)):
             how = (layer.input_norm, eps, layer.qkv_in, layer.is_fp8, ops.pdl)
+            tap = None if taps is None else taps.of(i, self.config.hidden_size)
             if x is None:
-                x, h, scale = ops.embed_norm(tokens, self.embed, *how)
+                x, h, scale = ops.embed_norm(tokens, self.embed, *how, tap=tap)
             else:
-                h, scale = ops.add_norm(x, parts, *how)
+                h, scale = ops.add_norm(x, parts, *how, tap=tap)
             parts = self._product(layer.qkv, h, scale)
             h = ops.attention(
                 parts, layer, cache, table, lengths, slots, rows, self.max_positions, self.scratch, layer.o_in,
@@ -237,6 +268,14 @@ class GpuModel:
             parts = self._product(layer.down, *self._quantized(layer, h, layer.down_in))
         return x, parts  # type: ignore[return-value]
 
+    def without_layers(self, skipped: Collection[int]) -> GpuModel:
+        """A model that shares everything with this one but the layers in `skipped`, and the cache."""
+        kept = [layer for i, layer in enumerate(self.layers) if i not in skipped]
+        return GpuModel(
+            replace(self.config, num_layers=len(kept)), kept, self.embed, self.norm, self.head, pages=self.pages,
+            max_positions=self.max_positions, ops=self.ops, kv_dtype=self.cache.dtype, scratch=self.scratch,
+        )  # fmt: skip
+
     @torch.inference_mode()
     def rehearse(self, rows: int) -> None:
         """A step of `rows` rows and its argmax, on the scratch page: launches all there is to one, changes nothing."""
@@ -247,30 +286,43 @@ class GpuModel:
         self.ops.argmax(logits, torch.empty(rows, dtype=torch.int32, device=device), self.ops.pdl)
 
     @torch.inference_mode()
-    def prefill(self, ids: Sequence[int], table: torch.Tensor, slot: int) -> None:
+    def prefill(
+        self,
+        ids: Sequence[int],
+        table: torch.Tensor,
+        slot: int,
+        feature_layers: tuple[int, ...] = (),
+        take: Callable[[int, torch.Tensor], None] | None = None,
+    ) -> None:
         """Append a stretch of text to the empty `slot`, 64 tokens a step; on a GPU the step is one graph.
 
         Rows behind the text's end in the last step write positions that later steps write again. A prompt's last
-        token is left to `step`, so that whatever is computed from it comes from the kernels that decode.
+        token is left to `step`, so that whatever is computed from it comes from the kernels that decode. take: gets
+        each step's first position and features [64, F * H], which the next step overwrites.
         """
-        step = self._fixed_step(MAX_STEP_ROWS, has_logits=False)
+        step = self._fixed_step(MAX_STEP_ROWS, feature_layers, has_logits=False)
         step.table[0, : table.shape[1]] = table[slot]
         for at in range(0, len(ids), MAX_STEP_ROWS):
             step.run(ids[at : at + MAX_STEP_ROWS], at)
+            if take is not None:
+                take(at, step.features)
 
     @torch.inference_mode()
-    def one_step(self, token: int, start: int, table: torch.Tensor, slot: int) -> torch.Tensor:
-        """Logits float32 [1, V] after one token of `slot` at position `start`; overwritten by the next call."""
-        step = self._fixed_step(1, has_logits=True)
+    def one_step(
+        self, token: int, start: int, table: torch.Tensor, slot: int, feature_layers: tuple[int, ...] = ()
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits float32 [1, V] after one token of `slot` at position `start`, and its features [1, F * H]; both are
+        overwritten by the next call."""
+        step = self._fixed_step(1, feature_layers, has_logits=True)
         step.table[0, : table.shape[1]] = table[slot]
         step.run([token], start)
         assert step.logits is not None
-        return step.logits
+        return step.logits, step.features
 
-    def _fixed_step(self, rows: int, *, has_logits: bool) -> FixedStep:
-        key = (rows, has_logits)
+    def _fixed_step(self, rows: int, feature_layers: tuple[int, ...], *, has_logits: bool) -> FixedStep:
+        key = (rows, feature_layers, has_logits)
         if key not in self._fixed_steps:
-            self._fixed_steps[key] = FixedStep(self, rows, has_logits=has_logits)
+            self._fixed_steps[key] = FixedStep(self, rows, feature_layers, has_logits=has_logits)
         return self._fixed_steps[key]
 
     def _product(self, weight: Weight, x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:

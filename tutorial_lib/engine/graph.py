@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +22,9 @@ from ..drafters.base import Drafter, Outcome, SlotState
 from ..errors import DAMAGED_LOGITS, OptionError
 from ..results import Round
 from .device_sampling import SlotParams, accept_sampled, draw, probabilities, uniform
-from .drafting import Drafting, ModelDrafting
+from .drafting import DeviceTree, Drafting, ModelDrafting
 from .engine import Engine, Request, _arbitrary_ids, _median_s
-from .gpu_model import MAX_STEP_ROWS, PAGE, GpuModel, captured, compile_steps
+from .gpu_model import MAX_STEP_ROWS, PAGE, GpuModel, Taps, captured, compile_steps
 from .sampling import Purpose
 from .verify import Verdict
 
@@ -39,13 +39,17 @@ class DeviceState:
     length: torch.Tensor  # int32 [slots + 1]: tokens of the text, the last of which the target has not seen
     last: torch.Tensor  # int32 [slots + 1, 2]: the last two of them
     text: torch.Tensor  # int32 [slots + 1, positions]: all of them
+    row: torch.Tensor  # int32 [slots + 1]: which row of the last verification its last accepted token had
+    features: torch.Tensor  # bf16 [(slots + 1) * rows, F * H]: what the drafter asked for of every such row
     table: torch.Tensor  # int32 [slots + 1, blocks]
     params: SlotParams
     forced: torch.Tensor  # int32 [period]: accepted drafts of round i, if acceptance is simulated
     counter: torch.Tensor  # int64 [1]: rounds so far
 
     @classmethod
-    def make(cls, slots: int, blocks: int, scratch_page: int, device) -> DeviceState:
+    def make(
+        cls, slots: int, blocks: int, scratch_page: int, device, *, feature_rows: int = 0, feature_width: int = 0
+    ) -> DeviceState:
         def ints(*shape: int, fill: int = 0) -> torch.Tensor:
             return torch.full(shape, fill, dtype=torch.int32, device=device)
 
@@ -53,6 +57,8 @@ class DeviceState:
             length=ints(slots + 1, fill=2),
             last=ints(slots + 1, 2),
             text=ints(slots + 1, blocks * PAGE),
+            row=ints(slots + 1),
+            features=torch.zeros((slots + 1) * feature_rows, feature_width, dtype=torch.bfloat16, device=device),
             table=ints(slots + 1, blocks, fill=scratch_page),
             params=SlotParams.make(slots + 1, device),
             forced=ints(1),
@@ -67,8 +73,8 @@ class DeviceState:
 class RoundProgram:
     """One round for `batch` sequences. Inputs are set before a launch: `slots` [batch], and for a drafter on the host
     `drafts` and `drafted_len`. Everything it tells the host lies in `report`, one int32 vector: three clock readings
-    (start, drafted, verified), whose logits were damaged [batch], `drafted_len` [batch], and
-    `out` [batch, K + 2]: accepted, the token after, K drafts."""
+    (start, drafted, verified), whose logits were damaged [batch], `drafted_len` [batch], `out` [batch, K + 2]:
+    accepted, the token after, K drafts; and for a tree `path` [batch, depth], the rows of the accepted ones."""
 
     def __init__(
         self,
@@ -97,9 +103,16 @@ class RoundProgram:
         def ints(*shape: int) -> torch.Tensor:
             return torch.zeros(*shape, dtype=torch.int32, device=device)
 
-        self.report = ints(6 + 2 * batch + batch * (k + 2))
-        stamps, self.damage, lengths, out = self.report.split([6, batch, batch, batch * (k + 2)])
+        self.tree = None if drafting is None or drafting.parents is None else DeviceTree(drafting.parents, device)
+        depth = self.tree.depth if self.tree is not None else 0
+        self.parts = [6, batch, batch, batch * (k + 2), batch * depth]
+        self.report = ints(sum(self.parts))
+        stamps, self.damage, lengths, out, path = self.report.split(self.parts)
         self.stamps, self.drafted_len, self.out = stamps.view(torch.long), lengths.fill_(k), out.view(batch, k + 2)
+        self.path = path.view(batch, depth) if self.tree is not None else None
+        self.taps = None
+        if drafting is not None and drafting.feature_layers:
+            self.taps = Taps(drafting.feature_layers, state.features, ints(batch * (k + 1)))
         self.slots32, self.starts, self.pair = ints(batch), ints(k + 2, batch), ints(batch, 2)
         self.tokens, self.choices = ints(batch, k + 1), ints(batch, k + 1)
         self.drafts = self.tokens[:, 1:]
@@ -111,8 +124,14 @@ class RoundProgram:
         """Serve these slots from the next launch on; rows left over go to the scratch slot."""
         if slots != self._chosen:
             scratch = self.state.scratch_slot
-            self.slots.copy_(torch.tensor([*slots, *[scratch] * (self.batch - len(slots))]))
+            self.aim([*slots, *[scratch] * (self.batch - len(slots))])
             self._chosen = list(slots)
+
+    def aim(self, slots: Sequence[int]) -> None:
+        self.slots.copy_(torch.tensor(slots))
+        if self.taps is not None:
+            rows = torch.tensor(slots)[:, None] * (self.k + 1) + torch.arange(self.k + 1)
+            self.taps.rows.copy_(rows.view(-1))
 
     def launch(self) -> None:
         """Run the round: by its graph on a GPU (captured at the first call), directly elsewhere."""
@@ -126,30 +145,29 @@ class RoundProgram:
     @torch.inference_mode()
     def capture(self) -> None:
         """Compile every kernel by one rehearsal on the scratch slot, then record the graph. Advances nothing real."""
-        keep = self.slots.clone()
-        self.slots.fill_(self.state.scratch_slot)
-        counter = self.state.counter.clone()
+        keep, counter = self.slots.tolist(), self.state.counter.clone()
+        self.aim([self.state.scratch_slot] * self.batch)
         self._graph = captured(self._run)
         self.state.counter.copy_(counter)
-        self.slots.copy_(keep)
+        self.aim(keep)
 
     @torch.inference_mode()
     def _run(self) -> None:
         state, ops = self.state, self.target.ops
         self._stamp(0)
-        known = self.drafting.vocab_size if self.drafting is not None else self.target.config.vocab_size
-        ops.begin_round(
-            self.slots, state.length, state.last, self.slots32, self.starts, self.tokens, self.pair, self.damage,
-            known, ops.pdl,
-        )  # fmt: skip
-        q = self.drafting.draft(self) if self.drafting is not None else None
+        q = self.draft()
         self._stamp(1)
         logits = self.verify()
+        decided = None
+        if self.is_sampled and not self.is_forced:
+            decided = self.sampled(logits, q)
         ops.finish_round(
-            self.slots, state.length, state.last, state.text, self.tokens, self.choices, self.drafted_len,
-            state.forced if self.is_forced else None, state.counter, self.out,
-            decided=self.sampled(logits, q) if self.is_sampled and not self.is_forced else None, pdl=ops.pdl,
+            self.slots, state.length, state.last, state.text, state.row, self.tokens, self.choices, self.drafted_len,
+            state.forced if self.is_forced else None, state.counter, self.out, decided=decided,
+            parents=None if self.tree is None else self.tree.parents, path=self.path, pdl=ops.pdl,
         )  # fmt: skip
+        if self.path is not None:
+            ops.keep_path(self.target.cache, state.table, self.slots32, self.starts[1], self.path, ops.pdl)
         self._stamp(2)
 
     def _stamp(self, i: int) -> None:
@@ -166,19 +184,41 @@ class RoundProgram:
     def params(self) -> SlotParams:
         return self.state.params.select(self.slots)
 
+    def draft(self) -> torch.Tensor | None:
+        """What every step of the round starts from, and the drafts into `tokens`; q if they were sampled."""
+        state, ops = self.state, self.target.ops
+        known = self.drafting.vocab_size if self.drafting is not None else self.target.config.vocab_size
+        ops.begin_round(
+            self.slots, state.length, state.last, self.slots32, self.starts, self.tokens, self.pair, self.damage,
+            known, ops.pdl,
+        )  # fmt: skip
+        return self.drafting.draft(self) if self.drafting is not None else None
+
     def verify(self) -> torch.Tensor:
         """The target's logits, float32 [B, K + 1, V]; its argmax goes into `choices`."""
-        logits = self.target.step(self.tokens.view(-1), self.state.table, self.starts[1], self.slots32, self.k + 1)
+        logits = self.target.step(
+            self.tokens.view(-1), self.state.table, self.starts[1], self.slots32, self.k + 1,
+            None if self.tree is None else self.tree.over(self.batch), self.taps,
+        )  # fmt: skip
         self.target.ops.argmax(logits, self.choices.view(-1), self.target.ops.pdl, damage=self.damage)
         return logits.view(self.batch, self.k + 1, -1)
 
-    def sampled(self, logits: torch.Tensor, q: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(accepted [B], the token after the accepted ones [B]) by rejection sampling."""
-        params = self.params
+    def sampled(self, logits: torch.Tensor, q: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(accepted [B], the token after the accepted ones [B]) by rejection sampling of drafts drawn from q.
+
+        Drafts that were certain choices (q is None, and every tree) need no rejection: one token is drawn at every
+        row with the number that plain decoding uses at its position, into `choices`, and a draft stays if it equals
+        the draw. That keeps the distribution, and even plain decoding's very text; the result is None.
+        """
+        params, position = self.params, self.state.length[self.slots].long()
         repeated = SlotParams(*(x.repeat_interleave(self.k + 1) for x in vars(params).values()))
-        p = probabilities(logits.reshape(-1, logits.shape[-1]), repeated).view_as(logits)
-        position = self.state.length[self.slots].long()
-        return accept_sampled(self.drafts, q, p, self.drafted_len, params.seed, position)
+        p = probabilities(logits.reshape(-1, logits.shape[-1]), repeated)
+        if q is not None:
+            return accept_sampled(self.drafts, q, p.view_as(logits), self.drafted_len, params.seed, position)
+        depth = torch.arange(self.k + 1, device=p.device) if self.tree is None else self.tree.depths.long()
+        at = (position[:, None] + depth).view(-1)
+        self.choices.copy_(draw(p, uniform(repeated.seed, at, Purpose.TOKEN)).view_as(self.choices))
+        return None
 
 
 def position_limit(max_seq_len: int, max_draft_len: int) -> int:
@@ -225,16 +265,25 @@ class GpuEngine(Engine):
         self.drafter, self.drafting = host_drafter, drafting
         self.max_slots, self.max_seq_len = max_slots, max_seq_len
         self.max_draft_len = max_draft_len if drafting is not None or host_drafter is not None else 0
+        if drafting is not None and drafting.parents is not None:
+            self.max_draft_len = len(drafting.parents) - 1  # every token of a tree takes a row
         if self.max_draft_len >= MAX_STEP_ROWS:
             raise OptionError(f"max_draft_len is {self.max_draft_len}", f"at most {MAX_STEP_ROWS - 1} on the GPU path")
         self._most_active = min(max_slots, MAX_STEP_ROWS // (self.max_draft_len + 1))
         self._free = list(range(max_slots))[::-1]
         self._blocks = -(-position_limit(max_seq_len, self.max_draft_len) // PAGE)
         self._pages = list(range(target.pages - 1))[::-1]
-        self.state = DeviceState.make(max_slots, self._blocks, target.pages - 1, target.device)
+        layers = drafting.feature_layers if drafting is not None else ()
+        self.state = DeviceState.make(
+            max_slots, self._blocks, target.pages - 1, target.device,
+            feature_rows=self.max_draft_len + 1, feature_width=len(layers) * target.config.hidden_size,
+        )  # fmt: skip
         self._simulated = simulated_acceptance
         if simulated_acceptance is not None:
-            schedule = forced_schedule(simulated_acceptance.acceptance_length, self.max_draft_len)
+            deepest = self.max_draft_len
+            if drafting is not None and drafting.parents is not None:
+                deepest = DeviceTree(drafting.parents, "cpu").depth
+            schedule = forced_schedule(simulated_acceptance.acceptance_length, deepest)
             self.state.forced = torch.tensor(schedule, dtype=torch.int32, device=target.device)
         self._programs: dict[tuple, RoundProgram] = {}
 
@@ -309,26 +358,42 @@ class GpuEngine(Engine):
         state.params.top_k[slot] = params.top_k or 0
         state.params.top_p[slot] = 1.0 if params.top_p is None else params.top_p
         state.params.seed[slot] = request.seed & (2**62 - 1)
-        device, last = state.length.device, request.prompt_ids[-1]
-        self.target.prefill(request.prompt_ids[:-1], state.table, slot)
-        logits = self.target.one_step(last, len(request.prompt_ids) - 1, state.table, slot)
+        device, prompt = state.length.device, request.prompt_ids
+        logits = self._read_prompt(slot, prompt)
         self._argmax(logits)
         if params.is_greedy:
             token = int(logits.argmax())
         else:
             own = state.params.select(torch.tensor([slot], device=device))
-            position = torch.tensor([len(request.prompt_ids)], device=device)
+            position = torch.tensor([len(prompt)], device=device)
             token = int(draw(probabilities(logits, own), uniform(own.seed, position, Purpose.TOKEN)))
         request.ttft_s = request.latency_s = time.perf_counter() - request.start_s
         self._emit(request, Verdict(0, (token,)), logits)
-        ids = torch.tensor(request.token_ids, dtype=torch.int32, device=device)
-        state.length[slot], state.last[slot], state.text[slot, : len(ids)] = len(ids), ids[-2:], ids
+        self._begin_text(slot, request.token_ids)
         if request.finish_reason:
             return
         if self.drafting is not None:
-            self.drafting.begin(request.prompt_ids[:-1], state.table, slot)
+            self.drafting.begin(prompt[:-1], state.table, slot)
         elif self.drafter is not None:
             self.drafter.reset(slot, request.prompt_ids)
+
+    def _read_prompt(self, slot: int, prompt: Sequence[int]) -> torch.Tensor:
+        """The prompt into the target's cache and its features to the drafter; logits float32 [1, V] of what follows."""
+        state, drafting = self.state, self.drafting
+        layers = drafting.feature_layers if drafting is not None else ()
+        take = drafting.take(prompt, state.table, slot) if drafting is not None else None
+        self.target.prefill(prompt[:-1], state.table, slot, layers, take)
+        logits, features = self.target.one_step(prompt[-1], len(prompt) - 1, state.table, slot, layers)
+        if layers:
+            state.features[slot * (self.max_draft_len + 1)] = features[0]
+        return logits
+
+    def _begin_text(self, slot: int, token_ids: Sequence[int]) -> None:
+        """A slot's text after prefill; its last token has not been seen by the target."""
+        state, count = self.state, len(token_ids)
+        ids = torch.tensor(token_ids, dtype=torch.int32, device=state.length.device)
+        state.length[slot], state.last[slot], state.row[slot] = count, ids[-2:], 0
+        state.text[slot, :count] = ids
 
     def _rounds(self, active: list[Request], is_one_round: bool) -> Iterator[None]:
         """Rounds until a request ends (or just one, while others wait for a slot). Results are read one launch late,
@@ -392,18 +457,22 @@ class GpuEngine(Engine):
         if event is not None:
             event.synchronize()
         batch = program.batch
-        stamps, damage, lengths, out = report.split([6, batch, batch, batch * (program.k + 2)])
+        stamps, damage, lengths, out, path = report.split(program.parts)
+        paths: list[list[int]] = path.view(batch, -1).tolist()
         began, drafted, ended = stamps.view(torch.long).tolist()
         if bool(damage[: len(active)].any()):
             raise FloatingPointError(DAMAGED_LOGITS)
         now = time.perf_counter()
         outcomes = []
-        for request, row, length in zip(active, out.view(batch, -1).tolist(), lengths.tolist(), strict=False):
+        each = zip(active, out.view(batch, -1).tolist(), lengths.tolist(), paths, strict=False)
+        for request, row, length, own in each:
             if request.finish_reason:
                 continue
             accepted, token, drafts = row[0], row[1], row[2 : 2 + length]
-            emitted = self._emit(request, Verdict(accepted, (*drafts[:accepted], token)), None)  # type: ignore[arg-type]
-            outcomes.append(Outcome(request.slot, tuple(range(accepted))))
+            walked = tuple(i - 1 for i in own[:accepted]) if program.tree is not None else tuple(range(accepted))
+            words = (*(drafts[i] for i in walked), token)
+            emitted = self._emit(request, Verdict(accepted, words), None)  # type: ignore[arg-type]
+            outcomes.append(Outcome(request.slot, walked))
             request.latency_s = now - request.start_s
             request.rounds.append(
                 Round(
@@ -413,6 +482,8 @@ class GpuEngine(Engine):
                     draft_s=(drafted - began) * 1e-9 + program.proposed_s,
                     verify_s=(ended - drafted) * 1e-9,
                     end_s=request.latency_s,
+                    parents=None if program.tree is None else program.tree.of_drafts,
+                    path=None if program.tree is None else walked,
                 )
             )
         if self.drafter is not None:
@@ -428,25 +499,37 @@ class GpuEngine(Engine):
         return {n: seconds / STEPS_PER_GRAPH for n, seconds in times.items()}
 
     def time_draft(self, max_draft_len: int, context: int, repeats: int = 7) -> float:
-        """Median seconds of drafting `max_draft_len` tokens for one request: K draft steps one after another, the
-        first over two rows."""
-        if not isinstance(self.drafting, ModelDrafting):
+        """Median seconds of what a round does before it verifies, for one request whose text is `context` tokens and
+        one. A tree is drafted whole, whatever `max_draft_len` says."""
+        drafting, state = self.drafting, self.state
+        if drafting is None:
             return super().time_draft(max_draft_len, context, repeats)
-        model = self.drafting.model
-        ids = _arbitrary_ids(model.config.vocab_size, context + 2)
-        chain = [2] + [1] * (max_draft_len - 1)
-        return self._time_chain(model, ids, chain, context, repeats, self.drafting.head_ids)
+        k = max_draft_len if drafting.parents is None else len(drafting.parents) - 1
+        if drafting.feature_layers and k > self.max_draft_len:
+            raise OptionError(f"{k} draft tokens are to be timed", f"at most {self.max_draft_len}, as this engine has")
+        if isinstance(drafting, ModelDrafting):
+            compile_steps([(drafting.model, (1, 2))])
+        ids = _arbitrary_ids(self.target.config.vocab_size, context + 1)
+        slot = self._idle_slot(context + k + 1)
+        state.table[slot] = self._spare_pages()
+        try:
+            self._read_prompt(slot, ids[:-1])
+            self._begin_text(slot, ids)
+            drafting.begin(ids[:-2], state.table, slot)
+            program = RoundProgram(self.target, drafting, state, batch=1, max_draft_len=k)
+            program.aim([slot])
+            return _graph_s(program.draft, state.length.is_cuda, repeats)
+        finally:
+            state.table[slot] = self.target.pages - 1
 
     def _time_chain(
-        self, model: GpuModel, ids: Sequence[int], chain: Sequence[int], context: int, repeats: int, head_ids=None
+        self, model: GpuModel, ids: Sequence[int], chain: Sequence[int], context: int, repeats: int
     ) -> float:
         """Median seconds of steps with these numbers of rows one after another, each after `context` tokens."""
         device, most = model.device, max(chain)
         compile_steps([(model, sorted(set(chain)))])
         slot, table = self._idle_slot(context + most), self.state.table.clone()
-        if len(self._pages) < self._blocks:
-            raise OptionError("the cache pages are held by open streams", "free ones", "finish or close a stream")
-        table[slot] = torch.tensor(self._pages[-self._blocks :], dtype=torch.int32, device=device)
+        table[slot] = self._spare_pages()
         model.prefill(ids[:context], table, slot)
         tokens = torch.tensor(ids[context : context + most], dtype=torch.int32, device=device)
         lengths = torch.tensor([context], dtype=torch.int32, device=device)
@@ -456,19 +539,15 @@ class GpuEngine(Engine):
         def steps() -> None:
             for rows in chain:
                 logits = model.step(tokens[:rows], table, lengths, slots, rows)
-                model.ops.argmax(logits, best[:rows], model.ops.pdl, ids=head_ids)
+                model.ops.argmax(logits, best[:rows], model.ops.pdl)
 
-        if device.type != "cuda":
-            return _median_s(steps, repeats)
-        graph, samples = captured(steps), []
-        for _ in range(repeats + 2):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            samples.append(begin.elapsed_time(end) * 1e-3)
-        return statistics.median(samples[2:])
+        return _graph_s(steps, device.type == "cuda", repeats)
+
+    def _spare_pages(self) -> torch.Tensor:
+        """Pages for one slot that no request holds."""
+        if len(self._pages) < self._blocks:
+            raise OptionError("the cache pages are held by open streams", "free ones", "finish or close a stream")
+        return torch.tensor(self._pages[-self._blocks :], dtype=torch.int32, device=self.state.table.device)
 
     # ------------------------------------------------------------------------------------------------------ refusals
 
@@ -482,3 +561,19 @@ class GpuEngine(Engine):
         for request in requests:
             request.is_simulated = self._simulated is not None
         return requests
+
+
+@torch.inference_mode()
+def _graph_s(run: Callable[[], Any], is_cuda: bool, repeats: int) -> float:
+    """Median seconds of `run`: replayed as a graph on a GPU."""
+    if not is_cuda:
+        return _median_s(run, repeats)
+    graph, samples = captured(run), []
+    for _ in range(repeats + 2):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        samples.append(begin.elapsed_time(end) * 1e-3)
+    return statistics.median(samples[2:])

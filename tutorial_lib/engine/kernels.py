@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from .reference import FP8, PAGE
+from .reference import FP8, PAGE, Tap
 
 MAX_PROGRAMS = 32  # attention programs per head: beyond this many pages each takes several
 MAX_LANES = 32  # query vectors (rows times heads of a group) per attention program: more would combine alone
@@ -177,11 +177,12 @@ def gate_up(x, x_scale, weight, weight_scale, out_scale, tactic: Tactic, pdl: bo
 @triton.jit(do_not_specialize=["rows"])
 def _add_norm_kernel(
     residual_ptr, parts_ptr, token_ptr, embed_ptr, weight_ptr, out_ptr, scale_in_ptr, scale_out_ptr,
-    rows, width, token_stride, eps,
-    SPLITS: tl.constexpr, IS_LOOKUP: tl.constexpr, BLOCK: tl.constexpr, QUANT: tl.constexpr, PDL: tl.constexpr,
+    tap_ptr, tap_row_ptr, rows, width, token_stride, out_stride, tap_stride, eps,
+    SPLITS: tl.constexpr, IS_LOOKUP: tl.constexpr, TAP: tl.constexpr, BLOCK: tl.constexpr, QUANT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One row: residual += sum of partials (or = the row of a token), then RMSNorm. QUANT: 0 bf16 out, 1 given scale,
-    2 this row's own."""
+    2 this row's own. TAP: 1 copies the residual, 2 the normed row."""
     row = tl.program_id(0)
     i = tl.arange(0, BLOCK)
     inside = i < width
@@ -201,9 +202,15 @@ def _add_norm_kernel(
             added += tl.load(parts_ptr + (s * rows + row) * width + i, mask=inside, other=0.0)
         x = (x + added).to(tl.bfloat16).to(tl.float32)
         tl.store(residual_ptr + row * width + i, x.to(tl.bfloat16), mask=inside)
+    if TAP > 0:
+        tap = tap_ptr + tl.load(tap_row_ptr + row).to(tl.int64) * tap_stride + i
+    if TAP == 1:
+        tl.store(tap, x.to(tl.bfloat16), mask=inside)
     x = x * tl.rsqrt(tl.sum(x * x, 0) / width + eps) * weight
+    if TAP == 2:
+        tl.store(tap, x.to(tl.bfloat16), mask=inside)
     if QUANT == 0:
-        tl.store(out_ptr + row * width + i, x.to(tl.bfloat16), mask=inside)
+        tl.store(out_ptr + row * out_stride + i, x.to(tl.bfloat16), mask=inside)
     else:
         if QUANT == 1:
             scale = tl.load(scale_in_ptr)
@@ -211,33 +218,51 @@ def _add_norm_kernel(
             scale = tl.maximum(tl.max(tl.abs(x), 0), 1e-6) / 448.0
         tl.store(scale_out_ptr + row, scale)
         x = tl.clamp(x / scale, -448.0, 448.0)
-        tl.store(out_ptr + row * width + i, x.to(tl.float8e4nv), mask=inside)
+        tl.store(out_ptr + row * out_stride + i, x.to(tl.float8e4nv), mask=inside)
 
 
-def add_norm(residual, parts, weight, eps: float, scale, is_quantized: bool, pdl: bool = False):
+def add_norm(
+    residual,
+    parts,
+    weight,
+    eps: float,
+    scale,
+    is_quantized: bool,
+    pdl: bool = False,
+    *,
+    out=None,
+    tap: Tap | None = None,
+):
     """residual [rows, width] bf16 += sum(parts [splits, rows, width] float32), in place; returns its RMSNorm.
 
     (bf16 [rows, width], None), or if `is_quantized` (FP8 [rows, width], float32 scales [rows]): by the calibrated
-    `scale` (float32 scalar tensor), or by each row's own largest value if `scale` is None. parts may be None.
+    `scale` (float32 scalar tensor), or by each row's own largest value if `scale` is None. parts may be None. out:
+    [rows, width] of any row stride that gets the result. tap: where a copy goes.
     """
-    return _norm(residual, parts, None, None, weight, eps, scale, is_quantized, pdl)
+    return _norm(residual, parts, None, None, weight, eps, scale, is_quantized, pdl, out, tap)
 
 
-def embed_norm(tokens, embed, weight, eps: float, scale, is_quantized: bool, pdl: bool = False):
+def embed_norm(
+    tokens, embed, weight, eps: float, scale, is_quantized: bool, pdl: bool = False, *, out=None, tap: Tap | None = None
+):
     """What a step begins with: (residual bf16 [rows, width], and its RMSNorm as from `add_norm`). tokens: int [rows],
     any stride; embed: bf16 [vocab, width]."""
     residual = torch.empty(tokens.shape[0], embed.shape[1], device=embed.device, dtype=embed.dtype)
-    return residual, *_norm(residual, None, tokens, embed, weight, eps, scale, is_quantized, pdl)
+    return residual, *_norm(residual, None, tokens, embed, weight, eps, scale, is_quantized, pdl, out, tap)
 
 
-def _norm(residual, parts, tokens, embed, weight, eps, scale, is_quantized, pdl):
+def _norm(residual, parts, tokens, embed, weight, eps, scale, is_quantized, pdl, out, tap):
     rows, width = residual.shape
-    out = torch.empty(rows, width, device=residual.device, dtype=FP8 if is_quantized else torch.bfloat16)
+    if out is None:
+        out = torch.empty(rows, width, device=residual.device, dtype=FP8 if is_quantized else torch.bfloat16)
     scales = torch.empty(rows, device=residual.device, dtype=torch.float32) if is_quantized else None
     _add_norm_kernel[(rows,)](
         residual, parts, tokens, embed, weight, out, scale, scales,
-        rows, width, 0 if tokens is None else tokens.stride(0), eps,
+        None if tap is None else tap.out, None if tap is None else tap.rows,
+        rows, width, 0 if tokens is None else tokens.stride(0), out.stride(0), 0 if tap is None else tap.out.stride(0),
+        eps,
         SPLITS=0 if parts is None else parts.shape[0], IS_LOOKUP=tokens is not None,
+        TAP=0 if tap is None else 2 if tap.is_normed else 1,
         BLOCK=triton.next_power_of_2(width), QUANT=0 if not is_quantized else 1 if scale is not None else 2,
         PDL=pdl and not IS_INTERPRETED, num_warps=16 if width >= 4096 else 8, **launch_options(pdl),
     )  # fmt: skip
@@ -669,11 +694,12 @@ def begin_round(slots, length, last, slots_out, starts, tokens, pair, damage, co
 
 @triton.jit
 def _finish_round_kernel(
-    slots_ptr, length_ptr, last_ptr, text_ptr, tokens_ptr, choices_ptr, drafted_len_ptr, forced_ptr, counter_ptr,
-    accepted_ptr, token_ptr, out_ptr, batch, draft_len, text_stride, period, scratch_slot,
-    KIND: tl.constexpr, BATCH: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
+    slots_ptr, length_ptr, last_ptr, text_ptr, row_ptr, tokens_ptr, choices_ptr, drafted_len_ptr, forced_ptr,
+    counter_ptr, accepted_ptr, token_ptr, parents_ptr, out_ptr, path_ptr,
+    batch, draft_len, text_stride, period, scratch_slot,
+    KIND: tl.constexpr, TREE_DEPTH: tl.constexpr, BATCH: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """KIND: 0 greedy, 1 forced, 2 decided already."""
+    """KIND: 0 greedy, 1 forced, 2 decided already. TREE_DEPTH: 0 for a chain."""
     b, k = tl.arange(0, BATCH), tl.arange(0, DEPTH)
     inside = b < batch
     drafted_len = tl.load(drafted_len_ptr + b, mask=inside, other=0)
@@ -685,7 +711,34 @@ def _finish_round_kernel(
     is_row = inside[:, None] & (k <= draft_len)[None, :]
     tokens = tl.load(tokens_ptr + at, mask=is_row, other=0)  # the last token, then the drafts
     drafts = tl.load(tokens_ptr + at + 1, mask=inside[:, None] & (k < draft_len)[None, :], other=0)
-    if KIND == 2:
+    length = tl.load(length_ptr + slot, mask=inside, other=0)
+    text = text_ptr + slot.to(tl.int64) * text_stride + length
+    if TREE_DEPTH > 0:
+        # walk from the root: to the child that holds what the target chose, as long as there is one
+        choices = tl.load(choices_ptr + at, mask=is_row, other=-1)
+        parents = tl.load(parents_ptr + k, mask=k <= draft_len, other=-2)
+        row, accepted = tl.zeros([BATCH], tl.int32), tl.zeros([BATCH], tl.int32)
+        before = tl.sum(tl.where(k[None, :] == 0, tokens, 0), 1)
+        token = tl.sum(tl.where(k[None, :] == 0, choices, 0), 1)
+        if KIND == 1:
+            most = tl.load(forced_ptr + tl.load(counter_ptr) % period)
+        for depth in range(TREE_DEPTH):
+            is_child = (parents[None, :] == row[:, None]) & is_row & (k > 0)[None, :]
+            if KIND == 1:  # the first child stands in for the right one
+                hit = tl.min(tl.where(is_child, k[None, :], DEPTH), 1)
+                goes_on = (accepted < most) & (hit < DEPTH) & (accepted == depth)
+            else:
+                hit = tl.min(tl.where(is_child & (tokens == token[:, None]), k[None, :], DEPTH), 1)
+                goes_on = (hit < DEPTH) & (accepted == depth)
+            child = tl.sum(tl.where(k[None, :] == hit[:, None], tokens, 0), 1)
+            tl.store(text + depth, child, mask=inside & goes_on)
+            tl.store(path_ptr + b * TREE_DEPTH + depth, tl.where(goes_on, hit, 0), mask=inside)
+            before = tl.where(goes_on, child, before)
+            row = tl.where(goes_on, hit, row)
+            accepted += goes_on.to(tl.int32)
+            token = tl.where(goes_on, tl.sum(tl.where(k[None, :] == row[:, None], choices, 0), 1), token)
+        tl.store(text + accepted, token, mask=inside)
+    elif KIND == 2:
         accepted = tl.load(accepted_ptr + b, mask=inside, other=0).to(tl.int32)
         token = tl.load(token_ptr + b, mask=inside, other=0).to(tl.int32)
     else:
@@ -698,11 +751,12 @@ def _finish_round_kernel(
             accepted = tl.min(tl.where(is_kept, draft_len, k[None, :]), 1)
             accepted = tl.minimum(accepted, draft_len)
         token = tl.sum(tl.where(k[None, :] == accepted[:, None], choices, 0), 1)
-    before = tl.sum(tl.where(k[None, :] == accepted[:, None], tokens, 0), 1)
-    length = tl.load(length_ptr + slot, mask=inside, other=0)
-    emitted = tl.where(k[None, :] < accepted[:, None], drafts, token[:, None])
-    row = slot.to(tl.int64)[:, None] * text_stride + length[:, None] + k[None, :]
-    tl.store(text_ptr + row, emitted, mask=is_row & (k[None, :] <= accepted[:, None]))
+    if TREE_DEPTH == 0:
+        row = accepted
+        before = tl.sum(tl.where(k[None, :] == accepted[:, None], tokens, 0), 1)
+        emitted = tl.where(k[None, :] < accepted[:, None], drafts, token[:, None])
+        tl.store(text[:, None] + k[None, :], emitted, mask=is_row & (k[None, :] <= accepted[:, None]))
+    tl.store(row_ptr + slot, row, mask=inside & (slot < scratch_slot))
     tl.store(length_ptr + slot, length + accepted + 1, mask=inside & (slot < scratch_slot))
     tl.store(last_ptr + 2 * slot, before, mask=inside)
     tl.store(last_ptr + 2 * slot + 1, token, mask=inside)
@@ -714,25 +768,127 @@ def _finish_round_kernel(
 
 
 def finish_round(
-    slots, length, last, text, tokens, choices, drafted_len, forced, counter, out, *,
-    decided=None, pdl: bool = False,
+    slots, length, last, text, row, tokens, choices, drafted_len, forced, counter, out, *,
+    decided=None, parents=None, path=None, pdl: bool = False,
 ) -> None:  # fmt: skip
     """Accept, and move every sequence on.
 
     tokens int32 [B, K + 1]: last token and drafts. choices int32 [B, K + 1]: the target's. drafted_len int32 [B].
     forced int32 [period] or None: accepted drafts of round `counter` (int64 [1]). decided: (accepted, token after
     them) int64 [B] each, where sampling has settled that. Writes `out` int32 [B, K + 2] (accepted, token, drafts),
-    appends to `text` int32 [slots, ...], and advances `length`, `last` and `counter`. The last slot is scratch: its
-    length stays.
+    appends to `text` int32 [slots, ...], and advances `length`, `last` and `counter`; `row` int32 [slots] becomes the
+    row of the last accepted token. The last slot is scratch: its length and row stay.
+
+    A tree (every draft counts, `drafted_len` does not): parents int32 [K + 1], of every row the row of its parent,
+    the first -1. path int32 [B, depth] gets the accepted rows, 0 behind them.
     """
     batch, width = tokens.shape
     accepted, token = decided if decided is not None else (None, None)
     _finish_round_kernel[(1,)](
-        slots, length, last, text, tokens, choices, drafted_len, forced, counter, accepted, token, out,
-        batch, width - 1, text.stride(0), 1 if forced is None else forced.shape[0], length.shape[0] - 1,
+        slots, length, last, text, row, tokens, choices, drafted_len, forced, counter, accepted, token, parents, out,
+        path, batch, width - 1, text.stride(0), 1 if forced is None else forced.shape[0], length.shape[0] - 1,
         KIND=2 if decided is not None else 1 if forced is not None else 0,
+        TREE_DEPTH=0 if parents is None else path.shape[1],
         BATCH=triton.next_power_of_2(batch), DEPTH=triton.next_power_of_2(width), PDL=pdl and not IS_INTERPRETED,
         num_warps=1, **launch_options(pdl),
+    )  # fmt: skip
+
+
+@triton.jit
+def _keep_path_kernel(
+    cache_ptr, table_ptr, slots_ptr, starts_ptr, path_ptr, layer_stride, max_blocks,
+    HALVES: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: one sequence, one layer, one key or value head."""
+    sequence, layer, half = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    d = tl.arange(0, DIM)
+    if PDL:
+        tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
+    table = table_ptr + tl.load(slots_ptr + sequence) * max_blocks
+    start = tl.load(starts_ptr + sequence)
+    base = cache_ptr + layer.to(tl.int64) * layer_stride + half * TOKENS * DIM
+    for depth in range(DEPTH):
+        row = tl.load(path_ptr + sequence * DEPTH + depth)
+        if row > depth + 1:
+            source, aim = start + row, start + depth + 1
+            page = tl.load(table + source // TOKENS).to(tl.int64)
+            vector = tl.load(base + page * (HALVES * TOKENS * DIM) + (source % TOKENS) * DIM + d)
+            page = tl.load(table + aim // TOKENS).to(tl.int64)
+            tl.store(base + page * (HALVES * TOKENS * DIM) + (aim % TOKENS) * DIM + d, vector)
+
+
+def keep_path(cache, table, slots, starts, path, pdl: bool = False) -> None:
+    """Move an accepted branch's keys and values to where a chain's would lie, in every layer, in place.
+
+    cache [layers, pages, 2, kv_heads, PAGE, dim]; table int32 [slots, blocks]; slots, starts int32 [B]: the position of
+    each sequence's root. path int32 [B, depth]: accepted rows behind the root, ascending, 0 behind the last; the
+    d-th of them moves to position start + d + 1.
+    """
+    layers, _, two, kv_heads, tokens, dim = cache.shape
+    _keep_path_kernel[(slots.shape[0], layers, two * kv_heads)](
+        cache, table, slots, starts, path, cache.stride(0), table.shape[1],
+        HALVES=two * kv_heads, TOKENS=tokens, DIM=dim, DEPTH=path.shape[1], PDL=pdl and not IS_INTERPRETED,
+        num_warps=1, **launch_options(pdl),
+    )  # fmt: skip
+
+
+@triton.jit
+def _match_ngram_kernel(
+    slots_ptr, length_ptr, text_ptr, tokens_ptr, drafted_len_ptr, stop_ptr, draft_len, text_stride, stops,
+    SIZE: tl.constexpr, IS_OLDEST: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: one sequence. Place p is worth the number of tokens before it that equal the text's last ones."""
+    b = tl.program_id(0)
+    slot = tl.load(slots_ptr + b)
+    if PDL:
+        tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
+    text = text_ptr + slot.to(tl.int64) * text_stride
+    length = tl.load(length_ptr + slot)
+    best, place = length * 0, length * 0
+    for at in range(1, length, BLOCK):
+        p = at + tl.arange(0, BLOCK)
+        matched = tl.zeros([BLOCK], tl.int32)
+        for j in tl.static_range(SIZE):
+            own = tl.load(text + p - 1 - j, mask=(p - 1 - j >= 0) & (p < length), other=-1)
+            end = tl.load(text + tl.maximum(length - 1 - j, 0))  # shorter texts: no place is that far in either
+            matched += ((own == end) & (matched == j)).to(tl.int32)
+        top = tl.max(matched, 0)
+        if IS_OLDEST:
+            first = tl.min(tl.where(matched == top, p, 2147483647), 0)
+            is_better = top > best
+        else:
+            first = tl.max(tl.where(matched == top, p, 0), 0)
+            is_better = (top >= best) & (top > 0)
+        place = tl.where(is_better, first, place)
+        best = tl.where(is_better, top, best)
+    k = tl.arange(0, DEPTH)
+    ends = tl.where(best > 0, draft_len, 0)
+    is_draft = k < ends
+    span = tl.maximum(length - place, 1)  # what follows the place; drafts that outrun the text begin it again
+    drafts = tl.load(text + place + k % span, mask=is_draft, other=0)
+    for i in range(stops):  # never proposed: copied out of a chat history they would only be rejected
+        stop = tl.load(stop_ptr + i)
+        ends = tl.minimum(ends, tl.min(tl.where((drafts == stop) & is_draft, k, draft_len), 0))
+    tl.store(tokens_ptr + b * (draft_len + 1) + 1 + k, drafts, mask=k < draft_len)
+    tl.store(drafted_len_ptr + b, ends)
+
+
+def match_ngram(
+    slots, length, text, tokens, drafted_len, stop_ids, size: int, is_oldest: bool, pdl: bool = False
+) -> None:
+    """Prompt lookup: the longest n-gram, up to `size`, that ends the text and occurred before; what followed it there.
+
+    slots int64 [B]; length int32 [slots] and text int32 [slots, ...]. Writes the drafts behind the first column of
+    tokens int32 [B, K + 1] and how many count into drafted_len int32 [B]: none without a match, and none from one of
+    stop_ids int32 [any] on. is_oldest: of equally long matches the first in the text, else the latest.
+    """
+    k = tokens.shape[1] - 1
+    _match_ngram_kernel[(slots.shape[0],)](
+        slots, length, text, tokens, drafted_len, stop_ids, k, text.stride(0), stop_ids.shape[0],
+        SIZE=size, IS_OLDEST=is_oldest, BLOCK=1024, DEPTH=triton.next_power_of_2(max(k, 1)),
+        PDL=pdl and not IS_INTERPRETED, num_warps=4, **launch_options(pdl),
     )  # fmt: skip
 
 

@@ -3,6 +3,8 @@ is switched off by name. Same arguments, same results up to rounding; any device
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
@@ -31,21 +33,37 @@ def gate_up(x, x_scale, weight, weight_scale, out_scale, tactic=None, pdl=False)
     return hidden.to(torch.bfloat16) if out_scale is None else to_fp8(hidden, out_scale)
 
 
-def add_norm(residual, parts, weight, eps, scale, is_quantized, pdl=False):
+@dataclass(frozen=True)
+class Tap:
+    """Where a norm leaves a copy: row i of its residual (`is_normed`: of its result) in bf16 goes to out[rows[i]].
+
+    out: bf16 [any, width], any row stride. rows: int32 [rows].
+    """
+
+    out: torch.Tensor
+    rows: torch.Tensor
+    is_normed: bool = False
+
+
+def add_norm(residual, parts, weight, eps, scale, is_quantized, pdl=False, *, out=None, tap=None):
     x = residual.float()
     if parts is not None:
         x = (x + parts.sum(0)).to(torch.bfloat16).float()
         residual.copy_(x)
-    x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
-    if not is_quantized:
-        return x.to(torch.bfloat16), None
-    scales = scale.expand(x.shape[0]) if scale is not None else x.abs().amax(-1).clamp_min(1e-6) / FP8_MAX
-    return to_fp8(x, scales[:, None]), scales.contiguous()
+    normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
+    if tap is not None:
+        tap.out[tap.rows] = (normed if tap.is_normed else x).to(torch.bfloat16)
+    x, scales = normed, None
+    if is_quantized:
+        scales = scale.expand(x.shape[0]) if scale is not None else x.abs().amax(-1).clamp_min(1e-6) / FP8_MAX
+        x, scales = to_fp8(x, scales[:, None]), scales.contiguous()
+    result = x if is_quantized else x.to(torch.bfloat16)
+    return (result if out is None else out.copy_(result)), scales
 
 
-def embed_norm(tokens, embed, weight, eps, scale, is_quantized, pdl=False):
+def embed_norm(tokens, embed, weight, eps, scale, is_quantized, pdl=False, *, out=None, tap=None):
     residual = F.embedding(tokens, embed)
-    return residual, *add_norm(residual, None, weight, eps, scale, is_quantized)
+    return residual, *add_norm(residual, None, weight, eps, scale, is_quantized, out=out, tap=tap)
 
 
 def quantize_rows(x, pdl=False):
@@ -127,23 +145,86 @@ def begin_round(slots, length, last, slots_out, starts, tokens, pair, damage, co
 
 
 def finish_round(
-    slots, length, last, text, tokens, choices, drafted_len, forced, counter, out, *, decided=None, pdl=False
-) -> None:
+    slots, length, last, text, row, tokens, choices, drafted_len, forced, counter, out, *,
+    decided=None, parents=None, path=None, pdl=False,
+) -> None:  # fmt: skip
     drafts, at = tokens[:, 1:], torch.arange(tokens.shape[1], device=tokens.device)
-    if decided is not None:
-        accepted, token = decided
+    most = None if forced is None else forced[counter % forced.shape[0]].long().expand(tokens.shape[0])
+    if parents is not None:
+        accepted, rows = _walk(tokens, choices, parents, path, most)
+        ends = rows.gather(1, accepted[:, None])
+        emitted = torch.cat([tokens.gather(1, rows[:, 1:]), tokens[:, :1]], 1)
+        token, before = choices.gather(1, ends)[:, 0], tokens.gather(1, ends)[:, 0]
+        ended = ends[:, 0]
     else:
-        accepted = accept_greedy(drafts, choices, drafted_len)
-        if forced is not None:
-            accepted = forced[counter % forced.shape[0]].long().expand(tokens.shape[0])
-        token = choices.gather(1, accepted[:, None])[:, 0]
+        if decided is not None:
+            accepted, token = decided
+        else:
+            accepted = accept_greedy(drafts, choices, drafted_len) if most is None else most
+            token = choices.gather(1, accepted[:, None])[:, 0]
+        before, emitted = tokens.gather(1, accepted[:, None])[:, 0], torch.cat([drafts, tokens[:, :1]], 1)
+        ended = accepted
     out[:, 0], out[:, 1], out[:, 2:] = accepted.int(), token.int(), drafts
-    emitted = torch.where(at < accepted[:, None], torch.cat([drafts, tokens[:, :1]], 1), token.int()[:, None])
+    at = at[: emitted.shape[1]]
+    emitted = torch.where(at < accepted[:, None], emitted, token.int()[:, None])
     where = length[slots].long()[:, None] + at
-    rows = slots[:, None].expand_as(where)
-    text[rows, where] = torch.where(at <= accepted[:, None], emitted, text[rows, where])
-    before = tokens.gather(1, accepted[:, None])[:, 0]
+    owner = slots[:, None].expand_as(where)
+    text[owner, where] = torch.where(at <= accepted[:, None], emitted, text[owner, where])
     is_real = slots < length.shape[0] - 1
+    row[slots] = torch.where(is_real, ended.int(), row[slots])
     length[slots] += torch.where(is_real, accepted + 1, 0).int()
     last[slots] = torch.stack([before, token.int()], 1)
     counter += 1
+
+
+def _walk(tokens, choices, parents, path, most):
+    """From the root down a tree, into `path`; `most`: that far along first children instead, if acceptance is forced.
+    Returns how far [B], and the rows walked over [B, depth + 1] (int64, the root first)."""
+    batch, count = tokens.shape
+    index = torch.arange(count, device=tokens.device)
+    rows = torch.zeros(batch, path.shape[1] + 1, dtype=torch.long, device=tokens.device)
+    accepted = torch.zeros(batch, dtype=torch.long, device=tokens.device)
+    for depth in range(path.shape[1]):
+        here = rows[:, depth]
+        is_hit = (parents[None, :] == here[:, None]) & (index > 0)
+        if most is None:
+            is_hit &= tokens == choices.gather(1, here[:, None])
+        else:
+            is_hit &= (depth < most)[:, None]
+        first = torch.where(is_hit, index, count).amin(1)
+        goes_on = (first < count) & (accepted == depth)
+        rows[:, depth + 1] = torch.where(goes_on, first, 0)
+        accepted = accepted + goes_on
+    path.copy_(rows[:, 1:])
+    return accepted, rows
+
+
+def keep_path(cache, table, slots, starts, path, pdl=False) -> None:
+    for depth in range(path.shape[1]):
+        row = path[:, depth].long()
+        aim = starts.long() + depth + 1
+        source = torch.where(row > depth + 1, starts.long() + row, aim)
+        pages = [table[slots.long(), at // PAGE].long() for at in (source, aim)]
+        cache[:, pages[1], :, :, aim % PAGE] = cache[:, pages[0], :, :, source % PAGE]
+
+
+def match_ngram(slots, length, text, tokens, drafted_len, stop_ids, size, is_oldest, pdl=False) -> None:
+    k, positions = tokens.shape[1] - 1, torch.arange(text.shape[1], device=text.device)
+    own, count = text[slots], length[slots].long()
+    matched = torch.zeros_like(own)
+    for j in range(size):
+        end = own.gather(1, (count - 1 - j).clamp_min(0)[:, None])
+        before = own.roll(j + 1, 1)
+        is_same = (before == end) & (positions > j) & (positions < count[:, None]) & (count > j)[:, None]
+        matched += is_same & (matched == j)
+    best = matched.amax(1)
+    order = positions if not is_oldest else -positions
+    place = torch.where(matched == best[:, None], order, -(2**31)).amax(1).abs()
+    span = (count - place).clamp_min(1)
+    steps = torch.arange(k, device=text.device)
+    drafts = own.gather(1, (place[:, None] + steps % span[:, None]).clamp(max=text.shape[1] - 1))
+    drafts = torch.where(best[:, None] > 0, drafts, 0)
+    is_stop = (drafts[..., None] == stop_ids).any(-1) if k else drafts.bool()
+    ends = torch.where(is_stop, steps, k).amin(1) if k else count * 0
+    tokens[:, 1:] = drafts
+    drafted_len.copy_(torch.where(best > 0, ends, 0))
