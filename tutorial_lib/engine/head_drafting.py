@@ -238,7 +238,7 @@ def _output(own: Matrix | None, draft_ids: torch.Tensor | None, target: GpuModel
     return target.head if draft_ids is None else small_weight(target.head.data[draft_ids], is_split=False)
 
 
-# --------------------------------------------------------------------------------------------------------------- opening
+# ------------------------------------------------------------------------------------------------------------ opening
 
 
 def open_eagle_drafting(
