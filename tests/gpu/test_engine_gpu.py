@@ -7,6 +7,7 @@ plain torch, bf16 and float32), greedy texts may part at a near-tie: `same_text`
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -21,11 +22,13 @@ from tutorial_lib.config import (
     SamplingParams,
     SimulatedAcceptance,
 )
+from tutorial_lib.drafters.checkpoints import Eagle3Head, Matrix, MedusaHeads
 from tutorial_lib.drafters.ngram import NGramDrafter
 from tutorial_lib.engine import gpu_model as gpu_model_module
 from tutorial_lib.engine import graph
 from tutorial_lib.engine.gpu_build import assemble, plain_tactics, random_packed
 from tutorial_lib.engine.gpu_model import KERNELS, PAGE, Ops
+from tutorial_lib.engine.head_drafting import EagleDrafting, MedusaDrafting
 from tutorial_lib.engine.model import ModelConfig, pack
 from tutorial_lib.engine.reference import FP8
 from tutorial_lib.shapes import dummy_config, random_tensors
@@ -146,6 +149,61 @@ def test_without_dependent_launches_the_text_is_the_same(form):
 
 
 # ---- graphs and rounds ----------------------------------------------------------------------------------------------
+
+
+def random_heads(method: str, target):
+    """(drafting, tokens it drafts) with random heads in the target's shape: "eagle" or "medusa"."""
+    shape, generator = target.config, torch.Generator().manual_seed(3)
+    width, inner, ids = shape.hidden_size, 2 * shape.hidden_size, torch.arange(0, shape.vocab_size, 7)
+
+    def matrix(rows: int, columns: int) -> Matrix:
+        return Matrix(torch.randn(rows, columns, generator=generator) * 2 / columns**0.5)
+
+    if method == "medusa":
+        blocks = ((torch.randn(3, width, width, generator=generator) * 2 / width**0.5, torch.zeros(3, width)),)
+        heads = MedusaHeads(3, blocks, (), ids, None, False)
+        choices = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]
+        return MedusaDrafting(heads, target, choices), len(choices)
+    one = torch.ones(width)
+    attended = shape.num_heads * shape.head_dim
+    head = Eagle3Head(
+        replace(shape, num_layers=1, intermediate_size=inner), (0, 1, shape.num_layers), False,
+        matrix(width, 3 * width), matrix(shape.qkv_rows, 2 * width), matrix(width, attended), matrix(2 * inner, width),
+        matrix(width, inner),
+        one, one, one, one, None, None, ids,
+    )  # fmt: skip
+    return EagleDrafting(head, target, max_sequences=SLOTS), 5
+
+
+def with_heads(method: str, target, prompts, params):
+    drafting, k = random_heads(method, target)
+    made = graph.GpuEngine(
+        target, TEXT, (), max_slots=SLOTS, max_seq_len=MAX_SEQ_LEN, drafting=drafting, max_draft_len=k
+    )
+    return [made.generate(batch, [params] * len(batch)) for batch in prompts]
+
+
+@pytest.mark.parametrize("method", ["eagle", "medusa"])
+@pytest.mark.parametrize("name", ["135M", "8B"])
+def test_heads_draft_as_plain_torch_does_and_change_no_text(name, method):
+    """Greedy and sampled, alone and in an uneven batch; drafts of the first rounds against the same without kernels."""
+    target = true_shape(name, "bf16")
+    for sampling in ({}, {"temperature": 0.8, "seed": 5}):
+        params = SamplingParams(max_tokens=40, ignore_eos=True, **sampling)
+        plain = ids(decode(target, PROMPTS[:1], params=params))
+        (alone, batch, again) = with_heads(method, target, (PROMPTS[:1], PROMPTS, PROMPTS[:1]), params)
+        assert ids(alone) == plain == ids(again)
+        assert sampling or same_text(target, PROMPTS[0], batch[0].token_ids, plain[0])
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    (ours,) = with_heads(method, true_shape(name, "bf16"), (PROMPTS,), params)
+    (theirs,) = with_heads(method, true_shape(name, "bf16", ops=PLAIN), (PROMPTS,), params)
+    same = [
+        a == b
+        for left, right in zip(ours, theirs, strict=True)
+        for mine, other in zip(left.rounds[:2], right.rounds[:2], strict=False)
+        for a, b in zip(mine.drafted, other.drafted, strict=True)
+    ]
+    assert sum(same) > 0.8 * len(same) > 10
 
 
 @pytest.mark.parametrize("method", ["plain", "self-draft", "ngram"])
