@@ -55,8 +55,8 @@ SHIPPED_TREE = 16  # nodes of the tree that config.json recommends; the card has
 class TargetStates:
     """The frozen target as a source of hidden states.
 
-    layers: numbered as `Drafter.feature_layers`. What was found for a group of documents is kept for the
-    next time that the training comes by, as far as `keep_bytes` reach.
+    layers: numbered as `Drafter.feature_layers`. What was found is kept for the next time that the training or a
+    measurement comes by, as far as `keep_bytes` reach.
     """
 
     def __init__(self, target: Checkpoint, layers: Sequence[int], device: str, keep_bytes: int = 0) -> None:
@@ -66,25 +66,29 @@ class TargetStates:
             raise ModelError(f"{target.name} is a {kind}", "a Llama", "train a drafter for a Llama target")
         every_id = torch.arange(target.config["vocab_size"])
         self.model = new_draft_model(target, every_id, range(total), device).requires_grad_(False)
-        self.layers, self.keep_bytes, self.kept = tuple(layers), keep_bytes, {}  # type: ignore[var-annotated]
+        self.layers, self.keep_bytes = tuple(layers), keep_bytes
+        self.kept: dict[tuple[bool, int], list[torch.Tensor]] = {}
         self.is_cuda = device.startswith("cuda")
 
     @torch.no_grad()
     def __call__(self, tokens: torch.Tensor, group: int | None = None) -> list[torch.Tensor]:
-        """tokens [rows, length] -> for every wanted layer [rows, length, width]: float32 without a group; for training,
-        with one, what bf16 matrices give on a GPU."""
-        if group is None:
+        """tokens [rows, length] -> for every wanted layer [rows, length, width]: for training, with a group, what bf16
+        matrices give on a GPU; without one, for measuring, float32."""
+        is_exact = group is None
+        key = hash((tokens.shape, tokens.cpu().numpy().tobytes())) if group is None else group
+        if (found := self.kept.get((is_exact, key))) is not None:
+            return found
+        if is_exact:
             with torch.compiler.set_stance("force_eager"):
-                return self._run(tokens)
-        if group not in self.kept:
+                found = self._run(tokens)
+        else:
             with torch.autocast(device_type=tokens.device.type, dtype=torch.bfloat16, enabled=self.is_cuda):
                 found = [state.to(torch.bfloat16 if self.is_cuda else torch.float32) for state in self._run(tokens)]
-            size = sum(state.nbytes for state in found)
-            if size > self.keep_bytes:
-                return found
+        size = sum(state.nbytes for state in found)
+        if size <= self.keep_bytes:
             self.keep_bytes -= size
-            self.kept[group] = found
-        return self.kept[group]
+            self.kept[is_exact, key] = found
+        return found
 
     def _run(self, tokens: torch.Tensor) -> list[torch.Tensor]:
         found: dict[int, torch.Tensor] = {}
@@ -423,7 +427,7 @@ class EagleHead(_Head):
 
     @property
     def eval_depth(self) -> int:
-        return 8
+        return self.depth + 3  # it may draft deeper than it was trained
 
     @property
     def config(self) -> dict[str, Any]:

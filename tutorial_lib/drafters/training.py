@@ -384,10 +384,18 @@ def main(
         trained["draft"] = train_draft_model(checkpoint, corpus, train, device=device, say=_say)
     if heads := [name for name in kinds if name != "draft"]:
         train = TrainingSettings(seed=seed, **options["heads"])
-        size, every = intermediate or None, 0.2 if device.startswith("cuda") else 0.1
+        depth, every = (5, 0.2) if device.startswith("cuda") else (2, 0.1)
         trained |= _with_less_memory(
             lambda now: train_heads(
-                heads, checkpoint, corpus, now, device=device, intermediate_size=size, measure_every=every, say=_say
+                heads,
+                checkpoint,
+                corpus,
+                now,
+                device=device,
+                depth=depth,
+                intermediate_size=intermediate or None,
+                measure_every=every,
+                say=_say,
             ),
             train,
             "tokens_per_step",
