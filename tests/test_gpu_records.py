@@ -1,0 +1,45 @@
+"""Tables of GPU records: the shipped ones can be shown, figures are those of the records, forced runs say so."""
+
+from __future__ import annotations
+
+import pytest
+
+from tutorial_lib.errors import OptionError
+from tutorial_lib.show.gpu_records import (
+    RECORDED,
+    breakdown_table,
+    gpu_experiment,
+    machine_and_day,
+    products_table,
+    runs_table,
+    steps_table,
+)
+
+NAMES = sorted(path.stem for path in (RECORDED / "h200").glob("*.jsonl"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_shipped_experiment_can_be_shown(name):
+    records = gpu_experiment(name)
+    assert "H200" in machine_and_day(records)
+    for table in (products_table(records), steps_table(records), runs_table(records)):
+        assert table.rows and "<td" in table._repr_html_()
+    runs = [r for r in records if r["kind"] == "run"]
+    for row, run in zip(runs_table(records).rows, runs, strict=True):
+        assert row["output throughput, tokens/s"] == run["figures"]["output_tok_s"]
+        if run["method"] != "plain":
+            assert row["acceptance"] == ("forced" if run["is_simulated"] else "real")
+    assert steps_table(records).rows[0]["against one row"] == 1
+
+
+def test_a_breakdown_adds_up_to_the_whole():
+    records = gpu_experiment("70b-1b")
+    rows = breakdown_table(records, "round").rows
+    assert rows[-1]["kernel"] == "gaps" and 99 < sum(row["share, %"] for row in rows) < 100.5
+    with pytest.raises(OptionError, match="plain step"):
+        breakdown_table(records, "sleep")
+
+
+def test_a_missing_experiment_says_how_to_make_one(tmp_path):
+    with pytest.raises(OptionError, match="no record of experiment '70b-1b'.*workbook bench"):
+        gpu_experiment("70b-1b", tmp_path)
