@@ -468,6 +468,43 @@ def test_bench_is_checked_before_it_starts(refuses, fake_bench, options, words):
     assert fake_bench == []
 
 
+@pytest.fixture
+def fake_methods(monkeypatch):
+    """Stands for bench.methods.bench_methods; returns the calls it got."""
+    from tutorial_lib.bench import methods
+
+    calls = []
+
+    def bench_methods(profile, *, command, say, **options):
+        say("ngram: 1.20x")
+        calls.append((profile.name, options))
+        run = {"kind": "run", "provenance": {}}
+        return {"experiment": "methods", "profile": profile.name, "runs": [run], "summary": {"methods": []}}
+
+    monkeypatch.setattr(methods, "bench_methods", bench_methods)
+    return calls
+
+
+@pytest.mark.parametrize("profile", ["cpu", "h200"])
+def test_bench_of_all_methods_ends_with_a_json_line(workbook, fake_methods, tmp_path, profile):
+    file = tmp_path / "out.json"
+    code, out, _ = workbook("bench", "--profile", profile, "--experiment", "methods", "--json", file)
+    assert code == 0 and fake_methods == [(profile, {})]
+    lines = out.splitlines()
+    assert lines[0] == "ngram: 1.20x" and json.loads(lines[-1])["summary"] == {"methods": []}
+    assert json.loads(file.read_text())["runs"][0]["kind"] == "run"
+
+
+def test_bench_of_all_methods_takes_the_options_of_a_bench(workbook, fake_methods, refuses):
+    chosen = ["--methods", "ngram,suffix", "--repeats", 1, "--max-draft-len", 3]
+    code, out, err = workbook("bench", "--experiment", "methods", *chosen, "--json", "-")
+    assert code == 0 and json.loads(out)["experiment"] == "methods" and "1.20x" in err
+    assert fake_methods == [("cpu", {"methods": ["ngram", "suffix"], "repeats": 1, "max_draft_len": 3})]
+    assert "--budget-s has no effect" in refuses("bench", "--experiment", "methods", "--budget-s", 60)
+    assert "--max-draft-len is 0" in refuses("bench", "--experiment", "methods", "--max-draft-len", 0)
+    assert "no experiments but methods" in refuses("bench", "--experiment", "70b-1b")
+
+
 def test_run(workbook, monkeypatch, tmp_path):
     calls = []
 

@@ -304,7 +304,8 @@ def bench(
     experiment: Annotated[
         str | None,
         typer.Option(
-            help="Profile h200: 70b-1b, 70b-3b, 70b-8b, 8b-1b, embedded. "
+            help="Profiles cpu and h200: methods, every drafting method in turns. "
+            "Profile h200: 70b-1b, 70b-3b, 70b-8b, 8b-1b, embedded. "
             "Profile tensorrt_llm: llama-3.3-70b, llama-3.1-70b, llama-3.1-405b."
         ),
     ] = None,
@@ -339,13 +340,13 @@ def bench(
         _bench_trtllm(experiment, json_file, repeats, dry_run, tensorrt_llm_version, flow, method, nodes or 1)
         return
     _refuse_given(of_trtllm, "without --profile tensorrt_llm and --experiment")
-    if experiment is not None:
+    if experiment is not None and experiment != "methods":
         _refuse_given(given | {"--repeats": repeats}, "with --experiment")
         _bench_experiment(chosen, experiment, json_file, budget_s)
         return
-    _refuse_given({"--budget-s": budget_s}, "without --experiment")
+    _refuse_given({"--budget-s": budget_s}, "without an experiment that has parts")
     if max_draft_len is not None:
-        chosen = replace(chosen, max_draft_len=_at_least_one("--max-draft-len", max_draft_len))
+        options["max_draft_len"] = _at_least_one("--max-draft-len", max_draft_len)
     if repeats is not None:
         options["repeats"] = _at_least_one("--repeats", repeats)
     if methods is not None:
@@ -355,6 +356,10 @@ def bench(
         from .bench.prompts import load_prompts
 
         options |= {"prompts": load_prompts(prompts), "prompt_set": prompts.stem}
+    if experiment is not None:
+        _bench_methods(chosen, options, json_file)
+        return
+    chosen = replace(chosen, max_draft_len=options.pop("max_draft_len", chosen.max_draft_len))
     from .bench import measure
 
     out = sys.stderr if json_file == "-" else sys.stdout
@@ -406,11 +411,26 @@ def _bench_trtllm(
         write_json(json_file, document)
 
 
+def _bench_methods(profile: Profile, options: dict[str, Any], json_file: str | None) -> None:
+    """Every drafting method side by side. The last line of stdout is the summary as JSON, or with `--json -` the whole
+    document; FILE holds a record a line if it ends in .jsonl."""
+    from .bench import methods
+
+    out = sys.stderr if json_file == "-" else sys.stdout
+    document = methods.bench_methods(profile, **options, command=_command(), say=lambda line: _say(line, out))
+    if json_file not in (None, "-"):
+        methods.write(document, json_file)
+    shown = document if json_file == "-" else {key: document[key] for key in ("experiment", "profile", "summary")}
+    print(json.dumps(shown, allow_nan=False))
+
+
 def _bench_experiment(profile: Profile, experiment: str, json_file: str | None, budget_s: float | None) -> None:
     """An experiment on one GPU. FILE is written part by part (a record a line if it ends in .jsonl); the last line of
     stdout is the summary as JSON, or with `--json -` the whole document. Exit code 1 if nothing could be measured."""
     if profile.device != "cuda":
-        raise OptionError(f"profile {profile.name} has no experiments", "profile h200", "add --profile h200")
+        raise OptionError(
+            f"profile {profile.name} has no experiments but methods", "profile h200", "add --profile h200"
+        )
     if budget_s is not None and not budget_s > 0:
         raise OptionError(f"--budget-s is {budget_s:g}", "seconds above 0")
     check_json_file(json_file)

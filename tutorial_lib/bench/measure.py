@@ -13,7 +13,8 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
@@ -29,6 +30,7 @@ from .summary import PLAIN, TRANSFORMERS, describe, summarize
 
 Clock = Callable[[], float]
 Say = Callable[[str], None]
+Answers = Mapping[str, Mapping[str, Generation]]  # by name of the `LLM` and key of the request
 # A rival engine is timed on every second category: it is the slowest, and is compared over those categories only.
 RIVAL_STRIDE = 2
 
@@ -109,7 +111,7 @@ def compare(
     profile: str = "",
     prompt_set: str = "bundled",
     command: str = "",
-    after_repeat: Callable[[Sequence[Request]], None] = lambda requests: None,
+    after_repeat: Callable[[Sequence[Request], Answers], None] = lambda requests, answers: None,
     say: Say = lambda line: None,
     clock: Clock = time.perf_counter,
 ) -> Session:
@@ -117,7 +119,8 @@ def compare(
 
     methods: the method of a name where it is not the name itself. only_categories: names that answer only the
     prompts of some categories. Later turns of a prompt hold the answer that the first `LLM` gave before timing, so
-    every method and repeat decodes after the same tokens. after_repeat is called between repeats, untimed.
+    every method and repeat decodes after the same tokens. after_repeat is called between repeats, untimed, with the
+    requests and what each `LLM` answered in the repeat before.
     """
     _check_counts(prompts, repeats, batch_size)
     methods = {name: (methods or {}).get(name, name) for name in llms}
@@ -132,7 +135,7 @@ def compare(
         say(f"repeat {repeat + 1} of {repeats}")
         for name, result in _one_repeat(llms, batches, params, repeat, clock).items():
             timed[name].append(result)
-        after_repeat(requests)
+        after_repeat(requests, {name: runs[-1].generations for name, runs in timed.items()})
     shared = {
         "experiment": experiment, "profile": profile, "batch_size": batch_size, "params": params,
         "prompt_set": prompt_set, "provenance": provenance(command, params.seed),
@@ -447,11 +450,15 @@ class Calibration:
 
     def __init__(self, plain: Measurable, speculative: Mapping[str, Measurable], params: SamplingParams) -> None:
         self.plain, self.speculative, self.params = plain, speculative, params
+        self.shapes: dict[str, RoundShapes] = {}
         self.samples: list[dict[str, dict[str, float]]] = []
         self.refusal: str | None = None
 
-    def run(self, requests: Sequence[Request]) -> None:
-        """Time every component once, after as much context as the requests have on average half-way."""
+    def run(self, requests: Sequence[Request], answers: Answers) -> None:
+        """Time every component once, after as much context as the requests have on average half-way. From the answers
+        comes only what rounds were made of: how many rows they verified, how deep they drafted."""
+        for name in () if self.shapes else self.speculative:
+            self.shapes[name] = RoundShapes.of(answers[name].values())
         if self.refusal is None:
             try:
                 self.samples.append(self._sample(requests))
@@ -462,36 +469,67 @@ class Calibration:
         context = round(statistics.mean(len(r.prompt_ids) for r in requests) + self.params.max_tokens / 2)
         sample = {PLAIN: {"step_s": self.plain.time_steps([1], context)[1]}}
         for name, llm in self.speculative.items():
-            k = llm.info["max_draft_len"]
-            steps = llm.time_steps([1, k + 1], context)
-            draft_s, draft_step_s = llm.time_draft(k, context), llm.time_draft(1, context)
+            k, shapes = llm.info["max_draft_len"], self.shapes[name]
+            steps = llm.time_steps(shapes.rows_to_time(k), context)
+            drafts = {0: 0.0} | {depth: llm.time_draft(depth, context) for depth in sorted({1, k})}
             sample[name] = {
-                "step_s": steps[1], "verify_step_s": steps[k + 1], "draft_s": draft_s, "draft_step_s": draft_step_s
-            }  # fmt: skip
+                "step_s": steps[1],
+                "verify_step_s": _mean_time(shapes.rows or {k + 1: 1}, steps),
+                "draft_s": _mean_time(shapes.depths or {k: 1}, drafts),
+                "draft_step_s": drafts[1],
+            }
         return sample
 
     def medians(self) -> dict[str, dict[str, float]]:
-        """Seconds by method and component, medians over what was taken."""
+        """Seconds by method and component, medians over what was taken: a step over one row, a round's verification
+        and its drafting (means over the kinds of rounds there were), and drafting one token deep."""
         return {
             name: {part: statistics.median(s[name][part] for s in self.samples) for part in parts}
             for name, parts in (self.samples[0].items() if self.samples else ())
         }
 
     def predict(self, name: str, records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """What the cost model expects of method `name`. From its record come only acceptance and draft lengths, no
-        times; rounds that drafted less than K tokens count by their share. None throughout where nothing was timed."""
+        """What the cost model expects of method `name`. From its record come only acceptance lengths, no times. None
+        throughout where nothing was timed."""
         if self.refusal is not None or records[name]["figures"]["acceptance_length"] is None:
             return {"speedup": None, "round_ms": None, "by_category": dict.fromkeys(records[PLAIN]["by_category"])}
-        times, record, k = self.medians(), records[name], records[name]["max_draft_len"]
+        times, record = self.medians(), records[name]
         own = times[name]
-        share = (record["figures"]["mean_draft_len"] or 0.0) / k
-        lengths = {c: found["acceptance_length"] or 1.0 for c, found in record["by_category"].items()}
         parts = Components(
-            max_draft_len=k,
+            max_draft_len=record["max_draft_len"],
             plain_step_s=times[PLAIN]["step_s"],
-            verify_step_s=own["step_s"] + share * (own["verify_step_s"] - own["step_s"]),
-            draft_s=share * own["draft_s"],
+            verify_step_s=own["verify_step_s"],
+            draft_s=own["draft_s"],
             draft_step_s=own["draft_step_s"],
-            acceptance_length=lengths,
+            acceptance_length={c: found["acceptance_length"] or 1.0 for c, found in record["by_category"].items()},
         )
         return predict_speedup(records[PLAIN], parts)
+
+
+@dataclass(frozen=True)
+class RoundShapes:
+    """How many rounds verified so many rows (every draft token of a tree, and one), and how many drafted so deep."""
+
+    rows: Mapping[int, int]
+    depths: Mapping[int, int]
+
+    @classmethod
+    def of(cls, generations: Iterable[Generation]) -> RoundShapes:
+        rounds = [r for g in generations for r in g.rounds]
+        return cls(Counter(len(r.drafted) + 1 for r in rounds), Counter(r.depth for r in rounds))
+
+    def rows_to_time(self, max_draft_len: int) -> list[int]:
+        """One row, the commonest number of rows and the largest: what lies between is interpolated."""
+        found = self.rows or {max_draft_len + 1: 1}
+        return sorted({1, max(found, key=lambda n: (found[n], n)), max(found)})
+
+
+def _mean_time(counts: Mapping[int, int], times: Mapping[int, float]) -> float:
+    """Seconds by size, weighted by how often each size occurred; straight lines between the sizes that were timed,
+    and the largest one's time beyond it."""
+
+    def at(size: int) -> float:
+        low, high = max(n for n in times if n <= size), min((n for n in times if n >= size), default=max(times))
+        return times[low] if high <= low else times[low] + (size - low) / (high - low) * (times[high] - times[low])
+
+    return sum(count * at(size) for size, count in counts.items()) / sum(counts.values())

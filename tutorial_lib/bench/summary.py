@@ -58,7 +58,7 @@ def summarize(
         "plain_tok_s": plain_tok_s,
         "speculative_tok_s": chosen["figures"]["output_tok_s"],
         "speedup": speedup,
-        "speedup_of_repeats": _paired_speedups(plain, chosen),
+        "speedup_of_repeats": paired_speedups(plain, chosen),
         "acceptance_length": chosen["figures"]["acceptance_length"],
         "identical_text": not differences if real else None,
         "differences": differences,
@@ -81,7 +81,7 @@ def summarize(
     }
 
 
-def _paired_speedups(plain: Record, chosen: Record) -> list[float]:
+def paired_speedups(plain: Record, chosen: Record) -> list[float]:
     """The speed-up repeat by repeat: what the machine's drift leaves of it."""
     pairs = zip(plain["repeat_figures"], chosen["repeat_figures"], strict=True)
     return [ours["output_tok_s"] / theirs["output_tok_s"] for theirs, ours in pairs]
