@@ -396,4 +396,6 @@ def test_a_batch_of_self_drafts_is_accepted_whole():
 def test_heads_that_no_tile_fits_are_refused():
     with pytest.raises(OptionError, match="24.*power of two"):
         gpu_model("dummy:tiny-llama?head_dim=24", ops=KERNELS)
+    with pytest.raises(OptionError, match="heads of 16.*32"):
+        gpu_model("dummy:tiny-llama", ops=KERNELS, weights="fp8 calibrated", cache="fp8")
     gpu_model("dummy:tiny-llama?head_dim=24", ops=Ops.make(off=["attention"], pdl=False))

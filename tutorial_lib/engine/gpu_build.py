@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import ModelError, OptionError
-from .gpu_model import PAGE, GpuModel, Layer, Ops, Weight, rotary_tables
+from .gpu_model import PAGE, GpuModel, Layer, Ops, Weight, capturing, rotary_tables
 from .model import ModelConfig, pack
 from .quantize import calibrate, quantize_fp8, random_fp8
 from .reference import FP8
@@ -335,7 +335,7 @@ def graph_time_us(run: Callable[[], None], *, passes: int = 1, repeats: int = 5)
     """Median microseconds of `run`, which has run before, replayed as a CUDA graph (`passes` copies in one graph)."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capturing(graph):
         for _ in range(passes):
             run()
     graph.replay()

@@ -7,7 +7,9 @@ kernels, or plain torch for those switched off by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import gc
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
@@ -178,9 +180,24 @@ def captured(run: Callable[[], None]) -> Any:
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capturing(graph):
         run()
     return graph
+
+
+@contextmanager
+def capturing(graph: Any) -> Iterator[None]:
+    """What is launched inside goes into `graph`. Python's garbage collector rests meanwhile: freeing another model's
+    memory or graphs would break the capture."""
+    gc.collect()
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph):
+            yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class GpuModel:
@@ -214,6 +231,12 @@ class GpuModel:
                     f"the model has heads of {config.head_dim}",
                     "a power of two for the attention kernel",
                     "run it as plain torch with kernels_off=['attention']",
+                )
+            if kv_dtype == reference.FP8 and config.head_dim < 32:
+                raise OptionError(
+                    f"the model has heads of {config.head_dim}",
+                    "at least 32 for an FP8 cache",
+                    "leave the cache's dtype out, or use kernels_off=['attention']",
                 )
             from .kernels import AttentionScratch
 

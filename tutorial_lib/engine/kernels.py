@@ -559,7 +559,6 @@ def attention(
         dtype=FP8 if out_scale is not None else torch.bfloat16,
     )  # fmt: skip
     window = config.sliding_window
-    warps = 1 if half < 16 else 4  # tiny heads: fewer threads, since a conversion to FP8 takes several numbers of each
     _attention_kernel[(sequences * config.num_kv_heads, programs, lane_blocks)](
         parts, layer.qkv_bias, layer.q_norm, layer.k_norm, layer.cos, layer.sin, cache, layer.kv_scale,
         block_table, lengths, slots, tree[0] if tree else None, tree[1] if tree else None,
@@ -569,7 +568,7 @@ def attention(
         SPLITS=parts.shape[0], TILES=tiles, PROGRAMS=programs, TOKENS=PAGE,
         HAS_BIAS=layer.qkv_bias is not None, HAS_NORM=layer.q_norm is not None, HAS_TREE=tree is not None,
         HAS_WINDOW=window is not None, FP8_CACHE=cache.dtype == FP8, QUANTIZED=out_scale is not None,
-        PDL=pdl and not IS_INTERPRETED, num_warps=warps, **launch_options(pdl),
+        PDL=pdl and not IS_INTERPRETED, num_warps=4, **launch_options(pdl),
     )  # fmt: skip
     return out
 
