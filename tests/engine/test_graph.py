@@ -641,3 +641,21 @@ def test_a_drafter_on_the_host_has_its_time_counted(model, texts, pieces):
     slow = Around(oracle(texts), lambda states: time.sleep(0.02))
     (done,) = run(model, pieces, [PROMPTS[0]], host=slow, k=3, greedy={"max_tokens": 9})
     assert all(r.draft_s > 0.02 for r in done.rounds)
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_damaged_logits_inside_a_round_raise_and_the_engine_goes_on(k):
+    """Token 3 leads to NaN two rounds on; a look-up drafter runs beside. Slots and pages come back."""
+    table = torch.full((8, 8), -5.0)
+    for token, following in ((1, 2), (2, 3), (4, 5), (5, 4)):
+        table[token, following] = 5.0
+    table[3] = math.nan
+    host = NGramDrafter(NGramDecodingConfig(max_draft_len=k), ()) if k else None
+    made = engine(TableModel(table), Pieces.for_vocabulary(8), host=host, k=k)
+    before = (sorted(made._free), sorted(made._pages))
+    params = SamplingParams(max_tokens=12)
+    for prompts in ([[4], [1]], [[1]]):
+        with pytest.raises(FloatingPointError, match="NaN or infinity"):
+            made.generate(prompts, [params] * len(prompts))
+        assert (sorted(made._free), sorted(made._pages)) == before
+    assert made.generate([[4]], [params])[0].token_ids == [5, 4] * 6

@@ -53,7 +53,7 @@ EXPERIMENTS = {
         Experiment("70b-3b", "dummy:llama-3.1-70b", "dummy:llama-3.2-3b"),
         Experiment("70b-8b", "dummy:llama-3.1-70b", "dummy:llama-3.1-8b"),
         Experiment("8b-1b", "dummy:llama-3.1-8b", "dummy:llama-3.2-1b"),
-        Experiment("embedded", "embedded:target", "embedded:draft", "bfloat16", 4, (2, 6), (), output_tokens=128),
+        Experiment("embedded", "embedded:target", "embedded:draft", "bfloat16", 3, (2, 4, 5), (), output_tokens=128),
     )
 }
 
