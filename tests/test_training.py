@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import random
+import re
 import subprocess
 import sys
 
@@ -31,7 +32,7 @@ from tutorial_lib.drafters.corpus import (
     generate_corpus,
     greedy_texts,
 )
-from tutorial_lib.drafters.openers import PLAIN, REQUESTS, STARTS, draw_opener
+from tutorial_lib.drafters.openers import PLAIN, STARTS, draw_opener, tables
 from tutorial_lib.drafters.training import Text, TrainingSettings, acceptance_length, walk_rounds
 from tutorial_lib.embedded import SHIPPED_DRAFT, complete_draft
 from tutorial_lib.errors import OptionError
@@ -237,17 +238,48 @@ def test_draws_follow_temperature_and_top_p():
 # ---------------------------------------------------------------------------------------------------------- openers
 
 
+CATEGORIES = {*STARTS} - {"open"}
+SLOT = re.compile(r"\{(\w+)\}")
+
+
 def test_openers_are_filled_varied_and_not_the_bundled_prompts():
     rng = random.Random(0)
-    drawn = [draw_opener(rng) for _ in range(3000)]
-    assert not any("{" in o.text for o in drawn if "python" not in o.text.lower())
-    assert {o.category for o in drawn} == {*STARTS, *REQUESTS, "plain"}
-    assert len({o.text for o in drawn if o.is_complete}) > 600
+    drawn = [draw_opener(rng, complete_share=0.6) for _ in range(4000)]
+    assert not any(SLOT.search(o.text) for o in drawn)
+    assert {o.category for o in drawn} == {*STARTS, "plain"}
+    complete = [o for o in drawn if o.is_complete and o.is_chat]
+    assert {o.category for o in complete} == CATEGORIES
+    assert len({o.text for o in complete}) > 0.75 * len(complete)
+    words = [len(o.text.split()) for o in complete]
+    assert 40 < sum(words) / len(words) < 110 and max(words) < 260
     bundled = [turn.lower() for prompt in load_prompts() for turn in prompt.turns]
-    for opener in drawn:
-        if len(opener.text) > 40:
-            assert not any(opener.text.lower() in turn or turn in opener.text.lower() for turn in bundled), opener.text
-    assert not any(text in turn for text in PLAIN if len(text) > 20 for turn in bundled)
+    table = tables()
+    written = [text for texts in table.requests.values() for text in texts]
+    written += [text for given in table.given.values() for entry in given for text in (entry["text"], *entry["asks"])]
+    for text in (*written, *PLAIN, *(o.text for o in drawn)):
+        text = text.lower().strip()
+        if len(text) > 40:
+            assert not any(text in turn or (len(turn) > 20 and turn in text) for turn in bundled), text
+
+
+def test_every_category_has_enough_openers_and_every_slot_a_filler():
+    table = tables()
+    assert set(table.categories) == CATEGORIES
+    for category in CATEGORIES:
+        given = table.given.get(category, [])
+        combined = len(given) * len(table.instructions.get(category, []))
+        assert combined >= 200 or len(set(table.requests[category])) >= 45, category
+        if given:
+            assert len({entry["text"] for entry in given}) == len(given) >= 20
+            assert all(70 <= len(entry["text"].split()) <= 190 for entry in given)
+            assert all("{text}" in instruction for instruction in table.instructions[category])
+            assert all(entry["asks"] for entry in given) or "{ask}" not in "".join(table.instructions[category])
+    texts = [*PLAIN, *(text for pool in (STARTS, table.requests) for texts in pool.values() for text in texts)]
+    texts += [text for words in table.fillers.values() for text in words]
+    texts += [text for given in table.given.values() for entry in given for text in (entry["text"], *entry["asks"])]
+    assert {slot.lower() for text in texts for slot in SLOT.findall(text)} <= {*table.fillers}
+    for name in ("name", "surname", "place", "topic", "thing", "task", "person", "job", "animal", "food"):
+        assert len(set(table.fillers[name])) >= 60, name
 
 
 # --------------------------------------------------------------------------------------------------------- training

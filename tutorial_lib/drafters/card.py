@@ -10,7 +10,7 @@ from ..bench.prompts import load_prompts, prompt_set_sha256
 from ..models import Checkpoint
 from ..results import provenance
 from .corpus import Corpus, CorpusSettings, choose_shortlist, coverage, first_choices
-from .openers import PLAIN, REQUESTS, STARTS
+from .openers import count_openers
 
 if TYPE_CHECKING:
     from .distill import Trained
@@ -51,7 +51,7 @@ def make_card(
         "data": {
             **corpus.summary(),
             "seconds": round(corpus_seconds, 1),
-            "openers": sum(len(texts) for pool in (STARTS, REQUESTS) for texts in pool.values()) + len(PLAIN),
+            "openers": count_openers(),
             "settings": asdict(corpus_settings),
         },
         "training": {
