@@ -8,8 +8,7 @@ refuses by name; nothing is dropped.
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, overload
@@ -17,6 +16,7 @@ from typing import Any, overload
 from .config import DecodingBaseConfig, KvCacheConfig, SamplingParams, SimulatedAcceptance
 from .errors import OptionError, PromptError
 from .results import Generation
+from .turns import Turns
 
 BACKENDS = {
     "torch": ("torch_backend", "TorchBackend"),
@@ -123,7 +123,7 @@ class LLM:
             **own,
         )
         self.speculative_config = speculative_config
-        self._turn = threading.Lock()  # async streams step in threads; the engine serves one at a time
+        self._turn = Turns()  # readers step in threads; the engine serves one at a time
 
     @property
     def tokenizer(self) -> Any:
@@ -145,6 +145,7 @@ class LLM:
     ) -> list[Generation]: ...
     def generate(self, inputs, sampling_params=None):
         """Decode one prompt (text or token ids) or a list of them, in order; as many at once as the engine has slots.
+        On a CPU, streams that are open and calls in other threads share the batch.
 
         Text gets the special tokens that the tokenizer adds by itself; a chat template is the caller's
         (`tutorial_lib.bench.prompts.render`). sampling_params: one for all, or one for each; default greedy.
@@ -156,17 +157,34 @@ class LLM:
         params = sampling_params if isinstance(sampling_params, (list, tuple)) else [sampling_params] * len(prompts)
         if len(params) != len(prompts):
             raise OptionError(f"{len(params)} sampling_params for {len(prompts)} prompts", "one, or one for each")
-        with self._turn:
-            generations = self._backend.generate(prompts, [p or SamplingParams() for p in params])
+        generations = self._generate(prompts, [p or SamplingParams() for p in params])
         return generations[0] if is_single else generations
+
+    def _generate(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Generation]:
+        if not getattr(self._backend, "is_shared", False):
+            with self._turn:
+                return self._backend.generate(prompts, params)
+        with self._turn:
+            opened = self._backend.open(prompts, params)
+        streams = [GenerationStream(stream, False, self._turn) for stream in opened]
+        try:
+            return [stream.result() for stream in streams]
+        finally:
+            for stream in streams:
+                stream.abort()
 
     def generate_async(
         self, inputs: Prompt, sampling_params: SamplingParams | None = None, streaming: bool = False
     ) -> GenerationStream:
         """One prompt, bit by bit. Iterate (also with `async for`, inside a running event loop) over the generation so
-        far after every round; without `streaming` only the finished one comes. `.result()` waits for the end."""
-        stream = self._backend.stream(self._ids(inputs), sampling_params or SamplingParams())
-        return GenerationStream(stream, streaming, self._turn)
+        far after every round; without `streaming` only the finished one comes. `.result()` waits for the end,
+        `.abort()` ends it now.
+
+        On a CPU the request is in line from this call on, and whoever reads one moves all of them; elsewhere its work
+        begins when it is read."""
+        ids, params = self._ids(inputs), sampling_params or SamplingParams()
+        with self._turn:
+            return GenerationStream(self._backend.stream(ids, params), streaming, self._turn)
 
     def time_steps(self, rows: Sequence[int], context: int = 128) -> dict[int, float]:
         """Median seconds of one target pass with each number of rows, after `context` tokens (torch backend)."""
@@ -201,12 +219,13 @@ class LLM:
 
 
 class GenerationStream:
-    """The result of `LLM.generate_async`. Every item is a `Generation` whose text and tokens have grown.
+    """The result of `LLM.generate_async`. Every item is a `Generation` whose text and tokens have grown; a reader that
+    comes late gets what has grown meanwhile at once.
 
     Leaving an iteration early ends the request and gives its slot back.
     """
 
-    def __init__(self, stream: Generator[Generation, None, None], streaming: bool, turn: threading.Lock) -> None:
+    def __init__(self, stream: Any, streaming: bool, turn: Turns) -> None:
         self._stream, self._streaming, self._turn = stream, streaming, turn
         self._last: Generation | None = None
 
@@ -218,7 +237,7 @@ class GenerationStream:
             while (item := self._read()) is not None:
                 yield item
         finally:
-            self._stream.close()
+            self.abort()
 
     async def __aiter__(self) -> AsyncIterator[Generation]:
         iterator = iter(self)
@@ -233,8 +252,26 @@ class GenerationStream:
             raise OptionError("this stream was left before its end", "a fresh one", "call generate_async again")
         return self._last
 
+    def abort(self) -> None:
+        """End the request and give its slot back; nothing happens to a finished one."""
+        if hasattr(self._stream, "abandon"):
+            self._stream.abandon()
+            if not self._turn.try_enter():
+                return  # a turn is going on: the engine takes the request out by itself
+            try:
+                self._stream.close()
+            finally:
+                self._turn.__exit__()
+        else:
+            self._stream.close()
+
     def _read(self) -> Generation | None:
-        with self._turn:
-            item = next(self._stream, None)
-        self._last = item or self._last
-        return item
+        while True:
+            with self._turn:
+                try:
+                    item: Generation | None = next(self._stream)
+                except StopIteration:
+                    return None
+            if item is not None:  # None: a turn that brought this request nothing
+                self._last = item
+                return item

@@ -115,14 +115,37 @@ class KvCacheConfig:
 @dataclass(frozen=True, kw_only=True)
 class DecodingBaseConfig:
     """Common to every drafting method. `max_draft_len` is K, draft tokens per round; K = 0 is plain decoding and is
-    asked for by leaving `speculative_config` out, so 0 is refused here."""
+    asked for by leaving `speculative_config` out, so 0 is refused here.
+
+    draft_len_schedule: number of active requests -> K from that number on, as in TensorRT-LLM 1.2. {1: 4, 4: 2, 8: 0}
+    drafts 4 tokens for one to three requests, 2 for four to seven, and none for eight or more.
+    """
 
     decoding_type: ClassVar[str] = ""
     own_options: ClassVar[tuple[str, ...]] = ()  # the workbook's own: a library that lacks them refuses them by name
     max_draft_len: int = 4
+    draft_len_schedule: Mapping[int, int] | None = None
 
     def __post_init__(self) -> None:
         _need_int("max_draft_len", self.max_draft_len, 1)
+        self._check_schedule()
+
+    def _check_schedule(self) -> None:
+        """The rules of TensorRT-LLM 1.2."""
+        schedule = self.draft_len_schedule
+        if schedule is None:
+            return
+        if not isinstance(schedule, Mapping):
+            raise OptionError(f"draft_len_schedule is {schedule!r}", "a mapping such as {1: 4, 8: 0}")
+        for size, length in schedule.items():
+            _need_int("a batch size in draft_len_schedule", size, 1)
+            _need_int(f"draft_len_schedule[{size}]", length, 0)
+        if schedule.get(1) != self.max_draft_len or max(schedule.values()) > self.max_draft_len:
+            raise OptionError(
+                f"draft_len_schedule is {dict(schedule)} with max_draft_len {self.max_draft_len}",
+                f"an entry 1 with max_draft_len, {self.max_draft_len}, and no larger one",
+            )
+        object.__setattr__(self, "draft_len_schedule", dict(sorted(schedule.items())))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,6 +225,7 @@ class LookaheadDecodingConfig(DecodingBaseConfig):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "max_draft_len", max(1, self.max_ngram_size - 1))
+        self._check_schedule()
         _need_int("max_window_size", self.max_window_size, 1)
         _need_int("max_ngram_size", self.max_ngram_size, 1)
         is_plain = self.max_window_size == self.max_ngram_size == 1
@@ -241,14 +265,14 @@ class MedusaDecodingConfig(DecodingBaseConfig):
     num_medusa_heads: int | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        _one_model(self)
-        if self.num_medusa_heads is not None:
-            _need_int("num_medusa_heads", self.num_medusa_heads, 1)
         if self.medusa_choices is not None:
             choices = check_choices("medusa_choices", self.medusa_choices)
             object.__setattr__(self, "medusa_choices", choices)
             object.__setattr__(self, "max_draft_len", max(map(len, choices)))
+        super().__post_init__()
+        _one_model(self)
+        if self.num_medusa_heads is not None:
+            _need_int("num_medusa_heads", self.num_medusa_heads, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,14 +295,14 @@ class EagleDecodingConfig(DecodingBaseConfig):
     confidence_threshold: float | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        _one_model(self)
         if self.eagle_choices is not None:
             if self.use_dynamic_tree:
                 raise OptionError("eagle_choices and use_dynamic_tree are both given", "one of them")
             choices = check_choices("eagle_choices", self.eagle_choices)
             object.__setattr__(self, "eagle_choices", choices)
             object.__setattr__(self, "max_draft_len", max(map(len, choices)))
+        super().__post_init__()
+        _one_model(self)
         for name in ("dynamic_tree_max_topK", "max_total_draft_tokens"):
             if getattr(self, name) is not None:
                 _need_int(name, getattr(self, name), 1)

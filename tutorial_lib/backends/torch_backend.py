@@ -21,7 +21,7 @@ from ..config import (
 from ..drafters.base import Drafter
 from ..drafters.draft_model import DraftModelDrafter
 from ..engine.build import build_engine, choose_device, load_model, machine_arch
-from ..engine.engine import Engine
+from ..engine.engine import Engine, RequestStream
 from ..engine.model import ModelConfig
 from ..engine_dir import EngineInfo, is_engine_dir, open_engine, require
 from ..errors import OptionError
@@ -94,7 +94,8 @@ class TorchBackend:
                 kernels_off,
             )
         else:
-            self.engine = _assemble(target, drafter, head, speculative_config, self.tokenizer)
+            self.engine = _assemble(target, drafter, head, speculative_config, self.tokenizer, kv_cache_config)
+        self.is_shared = self.device == "cpu"  # calls run in one batch; the GPU's loop serves them one after another
         self.info: dict[str, Any] = {
             "backend": "torch",
             "target": target.checkpoint,
@@ -117,8 +118,13 @@ class TorchBackend:
     def generate(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Generation]:
         return self._running().generate(prompts, params)
 
-    def stream(self, prompt: Sequence[int], params: SamplingParams) -> Iterator[Generation]:
-        return self._running().stream(prompt, params)
+    def stream(self, prompt: Sequence[int], params: SamplingParams) -> Iterator[Generation | None]:
+        """The generation so far, whenever it has grown. On a CPU None for a turn that brought this request nothing."""
+        return self.open([prompt], [params])[0] if self.is_shared else self._running().stream(prompt, params)
+
+    def open(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[RequestStream]:
+        """Put prompts in line of the running engine, see `Engine.open`."""
+        return self._running().open(prompts, params)
 
     def time_steps(self, rows: Sequence[int], context: int) -> dict[int, float]:
         """Median seconds of one target pass by number of rows, see `Engine.time_steps`."""
@@ -187,7 +193,7 @@ def _refuse_unsupported(
     speculative: DecodingBaseConfig | None, kv: KvCacheConfig | None, tensor_parallel_size: int, device: str
 ) -> None:
     refuse_unsupported(speculative, device)
-    honoured = {"dtype"} if device == "cuda" else set()
+    honoured = {"dtype"} if device == "cuda" else {"enable_block_reuse", "tokens_per_block", "max_tokens"}
     refused = [name for name in (kv.changed_options() if kv else []) if name not in honoured]
     if refused:
         raise OptionError(
@@ -210,6 +216,7 @@ def _assemble(
     head: Checkpoint | None,
     config: DecodingBaseConfig | None,
     tokenizer: Any,
+    kv: KvCacheConfig | None,
 ) -> Engine:
     model, _ = load_model(target)
     proposer: Drafter | None
@@ -219,7 +226,18 @@ def _assemble(
         proposer = DraftModelDrafter(draft_model, model.config.vocab_size, head_ids, confidence_threshold=threshold)
     else:
         proposer, depth = make_drafter(config, model, target.eos_token_ids, head)
-    return Engine(model, tokenizer, target.eos_token_ids, drafter=proposer, max_draft_len=depth)
+    schedule = config.draft_len_schedule if config else None
+    if config and schedule:  # lookahead's window reaches deeper than K; a full K is all of it
+        schedule = {size: depth if k == config.max_draft_len else k for size, k in schedule.items()}
+    return Engine(
+        model,
+        tokenizer,
+        target.eos_token_ids,
+        drafter=proposer,
+        max_draft_len=depth,
+        draft_len_schedule=schedule,
+        kv_cache_config=kv,
+    )
 
 
 def _assemble_gpu(

@@ -60,6 +60,12 @@ def refuse_unsupported(config: DecodingBaseConfig | None, device: str) -> None:
             "None: its rounds always draft max_draft_len tokens",
             "leave it out, or use device='cpu'",
         )
+    if device == "cuda" and config.draft_len_schedule is not None:
+        raise OptionError(
+            f"the torch backend on a GPU cannot honour {name}(draft_len_schedule=…)",
+            "None: its rounds always draft max_draft_len tokens",
+            "leave it out, or use device='cpu'",
+        )
     is_tree = isinstance(config, EagleDecodingConfig) and (config.use_dynamic_tree or config.eagle_choices)
     if device == "cuda" and is_tree:
         raise OptionError(

@@ -363,6 +363,12 @@ def _refuse_unsupported(
             "is_use_oldest=True: its prompt lookup takes the oldest match",
             "set is_use_oldest=True, or choose another backend",
         )
+    if speculative is not None and speculative.draft_len_schedule is not None:
+        raise OptionError(
+            f"the transformers backend cannot honour {type(speculative).__name__}(draft_len_schedule=…)",
+            "None: it runs one request at a time",
+            "leave it out, or use backend='torch'",
+        )
     if isinstance(speculative, DraftTargetDecodingConfig) and speculative.confidence_threshold is not None:
         raise OptionError(
             "the transformers backend cannot honour DraftTargetDecodingConfig(confidence_threshold=…)",

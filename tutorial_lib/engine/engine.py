@@ -1,12 +1,13 @@
-"""The decode loop: admit, draft, verify, accept, emit. One round serves every active request at once.
+"""The decode loop: admit, read, draft, verify, accept, emit. One round serves every running request at once.
 
     while requests wait or run:
-        admit waiting requests into free slots (prefill, first token)
+        admit waiting requests into free slots                 # scheduler.py
         drafts  = drafter.propose(active)                      # nothing, without a drafter
         logits  = target.forward(last token + drafts, ragged)   # one pass, K + 1 rows for each request
         verdict = accept(drafts, logits)                        # verify.py
         keep the accepted branch, where the draft was a tree
         emit the accepted tokens and the bonus token, stop where the request says so
+        read a piece of the prompts that were admitted; the last piece gives the first token
 
 Each request keeps its own length, so requests that accept differently never disturb each other, and rolling back is
 not moving anything: the next forward simply starts at the request's length. A chain is the tree without branches;
@@ -19,20 +20,22 @@ from __future__ import annotations
 import secrets
 import statistics
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
 
-from ..config import SamplingParams
+from ..config import KvCacheConfig, SamplingParams
 from ..drafters.base import ROOT, Draft, Drafter, Outcome, SlotState
 from ..errors import DAMAGED_LOGITS, OptionError, PromptError
 from ..results import Generation, Round
 from .detokenize import Detokenizer
-from .model import Model, Segment, prefill
+from .kv_cache import Holding, KvCache
+from .model import PREFILL_CHUNK, Model, Segment, prefill
 from .sampling import Purpose, penalize_repetition, probabilities, uniform
+from .scheduler import PIECE, Scheduler
 from .verify import Rows, Verdict, accept_greedy, accept_sampled
 
 T = TypeVar("T")
@@ -41,7 +44,11 @@ T = TypeVar("T")
 @dataclass
 class Request:
     """One request on its way through the engine. `token_ids` is prompt + output; the target's cache holds all of it
-    but the last token."""
+    but the last token.
+
+    While it runs it has a `slot` and what it holds of the cache; `computed` positions are there, and `features` keeps
+    the hidden states of what was read for the drafter.
+    """
 
     prompt_ids: list[int]
     params: SamplingParams
@@ -57,6 +64,20 @@ class Request:
     finish_reason: str = ""
     stop_reason: int | str | None = None
     is_simulated: bool = False
+    is_cancelled: bool = False
+    is_reading: bool = False
+    computed: int = 0
+    holding: Holding = field(default_factory=Holding)
+    features: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self.finish_reason) or self.is_cancelled
+
+    @property
+    def context(self) -> list[int]:
+        """What the cache must hold before rounds begin: the prompt, or after a preemption all but the last token."""
+        return self.token_ids[:-1] if len(self.token_ids) > len(self.prompt_ids) else self.prompt_ids
 
     @property
     def output_ids(self) -> list[int]:
@@ -83,8 +104,49 @@ class Request:
         )
 
 
+class RequestStream:
+    """A request that is in the running engine, read while it goes on. `next` gives the generation so far if it has
+    grown; else it lets the engine do one turn for everybody, and gives None if that brought this request nothing."""
+
+    def __init__(self, engine: Engine, request: Request) -> None:
+        self._engine, self._request, self._seen = engine, request, -1
+
+    def __iter__(self) -> Iterator[Generation | None]:
+        return self
+
+    def __next__(self) -> Generation | None:
+        request = self._request
+        if request.is_cancelled or (request.finish_reason and self._is_read):
+            raise StopIteration
+        if self._is_read:
+            self._engine.step()
+        if self._is_read:
+            return None
+        self._seen = len(request.token_ids)
+        return request.generation()
+
+    @property
+    def _is_read(self) -> bool:
+        return len(self._request.token_ids) == max(self._seen, len(self._request.prompt_ids))
+
+    def close(self) -> None:
+        """End the request, wherever it is. Not while the engine is in the middle of a turn: see `abandon`."""
+        self._engine.cancel([self._request])
+
+    def abandon(self) -> None:
+        """Mark the request; the engine takes it out at its next turn."""
+        self._request.is_cancelled = True
+
+    __del__ = abandon
+
+
 class Engine:
-    """A target, perhaps a drafter, and the loop around them. Not thread-safe: one call at a time."""
+    """A target, perhaps a drafter, and the loop around them. Calls share one batch. Not thread-safe: one call, or one
+    turn of one, at a time.
+
+    draft_len_schedule: the number of active requests from which on -> draft tokens per round; None: always
+    `max_draft_len`.
+    """
 
     def __init__(
         self,
@@ -94,11 +156,23 @@ class Engine:
         *,
         drafter: Drafter | None = None,
         max_draft_len: int = 0,
+        draft_len_schedule: Mapping[int, int] | None = None,
+        kv_cache_config: KvCacheConfig | None = None,
     ) -> None:
         self.target, self.tokenizer, self.eos_ids = target, tokenizer, frozenset(eos_ids)
         self.drafter, self.max_draft_len = drafter, max_draft_len if drafter else 0
+        self.draft_len_schedule = dict(sorted((draft_len_schedule or {1: self.max_draft_len}).items()))
         self.max_seq_len = target.max_seq_len
-        self._free = list(range(target.max_slots))[::-1]
+        kv = kv_cache_config or KvCacheConfig()
+        self.cache = KvCache(
+            target,
+            tokens_per_block=kv.tokens_per_block,
+            max_tokens=kv.max_tokens,
+            enable_block_reuse=kv.enable_block_reuse,
+            feature_width=len(self._feature_layers) * target.config.hidden_size,
+        )
+        self.scheduler = Scheduler(target.max_slots, self.cache)
+        self._free, self._is_stepping = self.scheduler.free, False
         last = target.config.num_layers + 1
         if bad := [n for n in self._feature_layers if not 0 <= n <= last]:
             raise OptionError(f"the drafter reads layer {bad[0]} of the target", f"layers from 0 to {last}")
@@ -124,9 +198,39 @@ class Engine:
         return self._stream(self._requests([prompt], [params])[0])
 
     def _stream(self, request: Request) -> Iterator[Generation]:
-        request.start_s = time.perf_counter()
+        request.start_s, seen = time.perf_counter(), 0
         for _ in self._run([request]):
+            if len(request.token_ids) > max(seen, len(request.prompt_ids)):
+                seen = len(request.token_ids)
+                yield request.generation()
+        if len(request.token_ids) > seen:  # others' turns brought it to its end
             yield request.generation()
+
+    def open(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[RequestStream]:
+        """Put the prompts in line, to be read as they go. Their clocks begin now. Raises `PromptError`."""
+        requests = self._requests(prompts, params)
+        self.submit(requests)
+        return [RequestStream(self, request) for request in requests]
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Put requests in line, all of them or, if one cannot ever fit the cache, none (`PromptError`)."""
+        most = self.cache.max_tokens
+        for request in requests:
+            if (needed := len(request.prompt_ids) + request.params.max_tokens) > most:
+                raise PromptError(
+                    f"prompt and max_tokens of a request are {needed} tokens",
+                    f"at most {most}, the KV cache's room (KvCacheConfig.max_tokens, in whole blocks)",
+                    "shorten it, or give the cache more room",
+                )
+        for request in requests:
+            self.scheduler.submit(request)
+
+    def cancel(self, requests: Sequence[Request]) -> None:
+        """End requests wherever they are; nothing happens to one that is finished."""
+        for request in requests:
+            request.is_cancelled = request.is_cancelled or not request.finish_reason
+        if not self._is_stepping:
+            self.scheduler.retire()
 
     def _requests(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Request]:
         for index, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
@@ -167,47 +271,66 @@ class Engine:
     # ----------------------------------------------------------------------------------------------------------- loop
 
     def _run(self, requests: Sequence[Request]) -> Iterator[None]:
-        """Serve the requests in order of arrival; yields after every admission and every round. Abandoning the
-        iterator, or an interrupt, gives the slots back."""
-        waiting: deque[Request] = deque(requests)
-        active: list[Request] = []
+        """Serve these requests, and whoever else is in line, until these are over; yields after every turn. Abandoning
+        the iterator, or an interrupt, takes them out."""
+        self.submit(requests)
         try:
-            while waiting or active:
-                while waiting and self._free:
-                    request = waiting.popleft()
-                    request.slot = self._free.pop()
-                    active.append(request)
-                    self._prefill(request)
-                    yield
-                self._release(active)
-                if active:
-                    self._round(active)
-                    yield
-                    self._release(active)
-                elif not self._free:
-                    raise OptionError(
-                        f"all {self.target.max_slots} slots are held by streams that were not read to their end",
-                        "a free slot",
-                        "finish or close those streams, or build with a larger max_batch_size",
-                    )
+            while not all(r.is_over for r in requests):
+                self.step()
+                yield
         finally:
-            self._free.extend(r.slot for r in active)
+            self.cancel(requests)
 
-    def _release(self, active: list[Request]) -> None:
-        self._free.extend(r.slot for r in active if r.finish_reason)
-        active[:] = [r for r in active if not r.finish_reason]
+    def step(self) -> None:
+        """One turn: fill free slots, one round of all whose prompts are read, a piece of the prompts that are not."""
+        scheduler, self._is_stepping = self.scheduler, True
+        try:
+            scheduler.retire()
+            scheduler.admit()
+            decoding = scheduler.decoding(self._positions)
+            if decoding:
+                self._round(decoding)
+            self._read_prompts(scheduler.reading(PIECE if decoding else PREFILL_CHUNK))
+        except BaseException:
+            scheduler.restart()
+            raise
+        finally:
+            scheduler.retire()
+            self._is_stepping = False
 
-    def _prefill(self, request: Request) -> None:
-        ids = request.prompt_ids
-        hidden = prefill(self.target, ids, request.slot, self._feature_layers)
-        features = self.target.features
-        logits = self.target.logits(hidden[-1:])
-        verdict = self._judge(request, Draft(), logits, self._argmax(logits))
-        now = time.perf_counter() - request.start_s
-        request.ttft_s = request.latency_s = now
-        self._emit(request, verdict, logits)
+    def _read_prompts(self, pieces: Sequence[tuple[Request, int]]) -> None:
+        """Run pieces of prompts, all in one pass; those that are read to their end get their first token."""
+        rows: list[int] = []
+        segments = []
+        for request, count in pieces:
+            if count:
+                rows += request.context[request.computed : request.computed + count]
+                segments.append(Segment(request.slot, request.computed, count))
+        if rows:
+            hidden = self.target.forward(rows, segments, feature_layers=self._feature_layers)
+        features, row = self.target.features, 0
+        for request, count in pieces:
+            own = slice(row, row + count)
+            fresh = features[own] if features is not None and count else None
+            request.features += [] if fresh is None else [fresh]
+            request.computed += count
+            row += count
+            self.cache.enter(request.slot, request.holding, request.context, request.computed, fresh)
+            if request.computed == len(request.context):
+                self._begin(request, hidden[own][-1:] if count else None)
+
+    def _begin(self, request: Request, hidden: torch.Tensor | None) -> None:
+        """A prompt has been read: its first token, unless the request goes on after a preemption, and the drafter's
+        turn. hidden: [1, H] of the last position."""
+        ids, features = request.context, request.features
+        if len(request.token_ids) == len(request.prompt_ids) and hidden is not None:
+            logits = self.target.logits(hidden)
+            verdict = self._judge(request, Draft(), logits, self._argmax(logits))
+            request.ttft_s = request.latency_s = time.perf_counter() - request.start_s
+            self._emit(request, verdict, logits)
         if self.drafter and not request.finish_reason:
-            self.drafter.reset(request.slot, ids, features)
+            self.drafter.reset(request.slot, ids, torch.cat(features) if features else None)
+        request.is_reading, request.features = False, []
 
     def _round(self, active: Sequence[Request]) -> None:
         began = time.perf_counter()
@@ -227,6 +350,8 @@ class Engine:
             self.target.keep(request.slot, segment.start, verdict.rows[1:])
             emitted = self._emit(request, verdict, logits[own])
             seen = None if features is None else features[own][list(verdict.rows)]
+            entered = None if seen is None else seen[: len(emitted)]
+            self.cache.enter(request.slot, request.holding, request.token_ids, len(request.token_ids) - 1, entered)
             outcomes.append(Outcome(request.slot, verdict.path, tuple(choices[own]), seen))
             ended = time.perf_counter()
             request.latency_s = ended - request.start_s
@@ -249,11 +374,19 @@ class Engine:
     def _draft(self, active: Sequence[Request]) -> list[Draft]:
         if not self.drafter:
             return [Draft()] * len(active)
-        states = [
-            SlotState(r.slot, r.token_ids, min(self.max_draft_len, r.remaining - 1), r.params, r.seed) for r in active
-        ]
+        k = self._draft_len(len(active))
+        states = [SlotState(r.slot, r.token_ids, min(k, r.remaining - 1), r.params, r.seed) for r in active]
         drafts = self.drafter.propose(states)
         return [self._fitting(draft, state) for draft, state in zip(drafts, states, strict=True)]
+
+    def _draft_len(self, active: int) -> int:
+        """K for a round of so many requests: the schedule's entry for the largest number that is not larger."""
+        sizes = list(self.draft_len_schedule)
+        return self.draft_len_schedule[sizes[max(0, bisect_right(sizes, active) - 1)]]
+
+    def _positions(self, request: Request) -> int:
+        """How long the request's text in the cache may be after the next round."""
+        return len(request.token_ids) + max(0, min(self.max_draft_len, request.remaining - 1))
 
     def _fitting(self, draft: Draft, state: SlotState) -> Draft:
         """The draft, cut at its end where the cache has no row for all of it: a wide tree can take more rows than the

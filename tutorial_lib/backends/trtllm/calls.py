@@ -102,6 +102,8 @@ def drafting_config(version: Version, config: DecodingBaseConfig | None, *, is_d
     if config is None:
         return None
     kwargs: dict[str, Any] = {"max_draft_len": config.max_draft_len}
+    if config.draft_len_schedule is not None:
+        kwargs["draft_len_schedule"] = dict(config.draft_len_schedule)
     if isinstance(config, NGramDecodingConfig):
         kwargs |= {"max_matching_ngram_size": config.max_matching_ngram_size, "is_use_oldest": config.is_use_oldest}
         kwargs |= {"is_keep_all": True, "is_public_pool": False}  # one request must not learn from another
@@ -314,6 +316,7 @@ REASONS = {
     "max_attention_window": "older tokens fall out of the cache (a circular buffer), cycled over the layers",
     "speculative_config": "the drafting method",
     "max_draft_len": "draft tokens per round (K)",
+    "draft_len_schedule": "K from so many active requests on; 0: too many for speculation to pay",
     "speculative_model_dir": "the drafter's own checkpoint",
     "disable_overlap_scheduler": "draft-target and n-gram need the tokens of a round before they draft the next",
     "load_format": "random weights in the true shapes: speed without a checkpoint",

@@ -39,6 +39,7 @@ FLOWS = {
     "engine": "engine flow, command line: trtllm-build and examples/run.py",
 }
 OLDEST = (0, 14)
+SCHEDULE_FROM = (1, 2)  # the PyTorch flow: the first release recorded with draft_len_schedule
 TREES_FROM = (1, 2)  # the PyTorch flow: the first release recorded with max_total_draft_tokens beside max_draft_len
 
 
@@ -212,6 +213,12 @@ def refuse_own_options(config: DecodingBaseConfig | None, version: Version, flow
             f"TensorRT-LLM {version} cannot honour {name}(confidence_threshold=…), an option of this workbook",
             f"None: it always drafts max_draft_len tokens ({instead})",
             "leave it out, or use backend='torch'",
+        )
+    if config.draft_len_schedule is not None and (flow != "pytorch" or version.release < SCHEDULE_FROM):
+        raise OptionError(
+            f"TensorRT-LLM {version} cannot honour {name}(draft_len_schedule=…) in flow {flow!r}",
+            "the PyTorch flow of {}.{} or newer".format(*SCHEDULE_FROM),
+            "leave it out",
         )
     if not isinstance(config, EagleDecodingConfig):
         return
