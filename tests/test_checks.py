@@ -8,6 +8,23 @@ from tutorial_lib.engine import verify
 from tutorial_lib.show import checks
 
 
+def depths(parents):
+    found = []
+    for parent in parents:
+        found.append(1 if parent < 0 else found[parent] + 1)
+    return found
+
+
+def walk(drafted, parents, choices, is_child=lambda parent, at: parent == at):
+    emitted, at = [], -1
+    while True:
+        emitted.append(choices[at + 1])
+        behind = [i for i, p in enumerate(parents) if i > at and is_child(p, at) and drafted[i] == choices[at + 1]]
+        if not behind:
+            return emitted
+        at = behind[0]
+
+
 def leading_run(drafted, argmax):
     n = 0
     while n < len(drafted) and drafted[n] == argmax[n]:
@@ -17,6 +34,8 @@ def leading_run(drafted, argmax):
 
 RIGHT = {
     checks.test_accept_greedy: lambda d, a: d[: leading_run(d, a)] + [a[leading_run(d, a)]],
+    checks.test_tree_depths: depths,
+    checks.test_accept_tree: walk,
     checks.test_acceptance_probability: lambda p, q: min(1, p / q),
     checks.test_residual: lambda p, q: (p - q).clamp(min=0) / (p - q).clamp(min=0).sum(),
     checks.test_expected_tokens: lambda a, k: sum(a**i for i in range(k + 1)),
@@ -32,6 +51,11 @@ WRONG = [
         lambda d, a: [x for x, y in zip(d, a, strict=False) if x == y] + a[-1:],
         "do not count",
     ),
+    (checks.test_tree_depths, lambda parents: list(range(1, len(parents) + 1)), "That is the row"),
+    (checks.test_tree_depths, lambda parents: [d - 1 for d in depths(parents)], "counts from 1"),
+    (checks.test_tree_depths, lambda parents: [p + 2 for p in parents], "one deeper than its parent"),
+    (checks.test_accept_tree, lambda d, p, c: walk(d, p, c)[:-1], "bonus token is missing"),
+    (checks.test_accept_tree, lambda d, p, c: walk(d, p, c, lambda parent, at: True), "rival branch"),
     (checks.test_acceptance_probability, lambda p, q: float(p >= q), "only half of the rule"),
     (checks.test_acceptance_probability, lambda p, q: p / q, "cannot exceed 1"),
     (checks.test_acceptance_probability, lambda p, q: min(1, q / p) if p else 1, "swapped"),

@@ -75,6 +75,8 @@ ALL_PLOTS = [
     plots.plot_throughput,
     plots.plot_speedup,
     plots.plot_speedup_by_category,
+    plots.plot_methods_by_category,
+    plots.plot_cost_and_acceptance,
     plots.plot_acceptance_by_position,
     plots.plot_accepted_histogram,
     plots.plot_draft_len_sweep,
@@ -173,6 +175,64 @@ def test_zero_acceptance_stays_visible_on_a_log_axis():
     assert 10 ** figure.layout.yaxis.range[0] < drawn[2] < 0.3
     assert "0 %" in shown_text(figure) and "no value" in shown_text(figure)
     assert list(figure.data[0].customdata)[2] == 0.0  # the hover text tells the true value
+
+
+def many_runs():
+    """Plain, five methods, one of them missing its times."""
+    lines = (("draft_target", 30.0, 40.0, 0.6), ("ngram", 24.0, 0.05, 0.3), ("eagle3", 36.0, 9.0, 0.7))
+    runs = [
+        record(
+            method, k=5, tok_s=tok_s, by_category={"chat": tok_s, "code": 60.0 - tok_s},
+            figures={"draft_ms_per_round": draft, "acceptance_by_position": [first, first / 2]},
+        )
+        for method, tok_s, draft, first in lines
+    ]  # fmt: skip
+    unknown = record("medusa", k=3, by_category={}, figures={"draft_ms_per_round": None, "output_tok_s": None})
+    return [record(by_category={"chat": 20.0, "code": 20.0}), *runs, unknown]
+
+
+def test_acceptance_of_many_methods_names_the_ends_of_the_first_position():
+    figure = plots.plot_acceptance_by_position(many_runs()[:4] + [record("suffix", k=5)])
+    shown = title(figure).replace("<br>", " ")
+    assert shown == "The first draft token is accepted in 80% (suffix lookup) down to 30% (n-gram lookup) of the drafts"
+
+
+def test_methods_by_category_are_rows_with_the_fastest_on_top_and_the_same_columns():
+    figure = plots.plot_methods_by_category(many_runs())
+    assert [trace.name for trace in figure.data] == ["EAGLE-3 chain", "draft model", "n-gram lookup"]
+    assert all(list(trace.x) == list(figure.data[0].x) for trace in figure.data)
+    assert dict(zip(figure.data[2].x, figure.data[2].y, strict=True)) == pytest.approx({"chat": 1.2, "code": 1.8})
+    shown = title(figure).replace("<br>", " ")
+    assert shown == "Fastest over all prompts: EAGLE-3 chain, 1.80×. Categories won: EAGLE-3 chain 1, n-gram lookup 1"
+    assert sum(shape.y0 == 1.0 for shape in figure.layout.shapes) == 3
+    losing = [record(), record("ngram", k=5, tok_s=10.0)]
+    assert "No method beats plain decoding" in title(plots.plot_methods_by_category(losing))
+
+
+def test_cost_and_acceptance_marks_every_method_and_draws_the_break_even():
+    figure = plots.plot_cost_and_acceptance(many_runs())
+    marks = {trace.name: trace for trace in figure.data if trace.mode != "lines"}
+    assert set(marks) == {"draft model", "n-gram lookup", "EAGLE-3 chain"}  # Medusa has no draft time
+    assert marks["EAGLE-3 chain"].text[0] == "1.80×" and marks["EAGLE-3 chain"].marker.symbol == "star"
+    (curve,) = [trace for trace in figure.data if trace.name == "1×, cost model"]
+    for draft, length in zip(curve.x, curve.y, strict=True):
+        assert length == pytest.approx((draft + 56.0) / 46.0)  # verify + overhead of a round, over a plain step
+    assert "cheapest: n-gram lookup" in title(figure).replace("<br>", " ")
+
+
+def test_a_zero_cost_stays_on_the_logarithmic_axis():
+    runs = [record(), record("ngram", k=5, figures={"draft_ms_per_round": 0.0}), record("draft_target", k=5)]
+    drawn = [t for t in plots.plot_cost_and_acceptance(runs).data if t.mode != "lines"]
+    assert all(t.x[0] > 0 for t in drawn) and 0.0 in [t.customdata[0] for t in drawn]
+
+
+def test_acceptance_of_one_method_names_its_best_and_worst_category():
+    run = record("ngram", k=4)
+    run["by_category"] = {"chat": {"acceptance_length": 1.2}, "code": {"acceptance_length": 3.0}}
+    figure = plots.plot_acceptance_of(run)
+    assert title(figure) == "n-gram lookup: 2.50 tokens a round, from 3.00 (code) to 1.20 (chat)"
+    assert list(figure.data[1].x) == ["code", "chat"] and list(figure.data[0].y) == [0.8, 0.5, 0.3, 0.1]
+    assert "no acceptance was measured" in title(plots.plot_acceptance_of({**run, "by_category": {}}))
 
 
 def test_histogram_shows_shares_and_the_acceptance_length():

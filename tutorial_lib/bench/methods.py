@@ -28,7 +28,7 @@ from ..config import (
 )
 from ..config import profile as profile_named
 from ..errors import OptionError, WorkbookError
-from ..results import write_records
+from ..results import Generation, without_folders, write_records
 from .measure import Calibration, Clock, Measurable, Say, Session, compare
 from .prompts import Prompt, load_prompts, render, select
 from .summary import PLAIN, describe, first_differences, paired_speedups, summarize
@@ -80,7 +80,7 @@ METHODS = {
             "layer_skip",
             lambda k, _: LayerSkipDecodingConfig(max_draft_len=k, skip_layers=[3, 5]),
             "the two layers that this target misses least: with more of its 30 left out, as by default, hardly a "
-            "token is accepted",
+            "token is accepted; with these two many are, but a draft token still costs 28 layers",
         ),
     )
 }  # fmt: skip
@@ -121,9 +121,11 @@ def bench_methods(
         )  # fmt: skip
     for name, record in session.records.items():
         record["options"] = options_of(configs.get(name))
-    summary = _summary(session, calibration, left_out)
+    summary = _summary(session, calibration)
     for line in (*describe(summary), *describe_methods(summary)):
         say(line)
+    summary |= {"left_out": left_out}
+    summary["notes"] += [f"{entry['name']} left out: {entry['why']}" for entry in left_out]  # said when it happened
     runs = list(session.records.values())
     return {"experiment": EXPERIMENT, "profile": profile.name, "runs": runs, "summary": summary}
 
@@ -175,7 +177,7 @@ def _open(
             WorkbookError,
             RuntimeError,
         ) as error:  # the latter are a GPU's: memory, a graph not captured
-            why = " ".join(str(error).split())
+            why = without_folders(str(error))
             left_out.append({"name": name, "why": why})
             say(f"left out: {name}: {why}")
     if len(llms) == 1:
@@ -207,19 +209,49 @@ def options_of(config: DecodingBaseConfig | None) -> dict[str, Any]:
     return {"class": type(config).__name__, **found}
 
 
+def trace_methods(
+    profile: Profile | str,
+    prompt: Prompt,
+    *,
+    max_draft_len: int = DRAFT_LEN,
+    say: Say = print,
+    make_llm: MakeLLM | None = None,
+) -> dict[str, dict[str, Any]]:
+    """One answer to `prompt` by plain decoding and by every method, one model after the other: {"generations": by
+    name, "left_out": the reason by name}. Times in them are those of a first call; `bench_methods` measures."""
+    profile = profile_named(profile) if isinstance(profile, str) else profile
+    _chosen(profile, None)
+    params = SamplingParams(max_tokens=profile.max_tokens)
+    configs: dict[str, DecodingBaseConfig | None] = {PLAIN: None}
+    configs |= {name: method.make(max_draft_len, profile.drafter) for name, method in METHODS.items()}
+    generations: dict[str, Generation] = {}
+    left_out: dict[str, str] = {}
+    for name, config in configs.items():
+        try:
+            with ExitStack() as stack:
+                llm = (make_llm or _make_llm)(name, config, profile)
+                stack.callback(llm.close)
+                generations[name] = llm.generate(render(prompt, llm.tokenizer), params)
+        except (WorkbookError, RuntimeError) as error:
+            if name == PLAIN:
+                raise
+            left_out[name] = without_folders(str(error))
+            say(f"left out: {name}: {left_out[name]}")
+    return {"generations": generations, "left_out": left_out}
+
+
 # ---- the summary -----------------------------------------------------------------------------------------------------
 
 
-def _summary(session: Session, calibration: Calibration, left_out: list[dict[str, str]]) -> dict[str, Any]:
+def _summary(session: Session, calibration: Calibration) -> dict[str, Any]:
     records, generations = session.records, session.generations
     names = [name for name in records if name != PLAIN]
     predictions = {name: calibration.predict(name, records) for name in names}
     summary = summarize(records, generations, names, predictions)
     summary["methods"] = [_entry(name, session, predictions[name]) for name in names]
     best = max(summary["methods"], key=lambda entry: entry["speedup"])
-    summary |= {"best_method": best["name"], "best_speedup": best["speedup"], "left_out": left_out}
+    summary |= {"best_method": best["name"], "best_speedup": best["speedup"]}
     summary["calibration"] = calibration.medians()
-    summary["notes"] += [f"{entry['name']} left out: {entry['why']}" for entry in left_out]
     if calibration.refusal:
         summary["notes"].append(f"no prediction: {calibration.refusal}")
     return summary

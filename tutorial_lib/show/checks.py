@@ -70,6 +70,49 @@ def test_accept_greedy(fn: Callable[[Sequence[int], Sequence[int]], Any]) -> boo
     return _check("accept_greedy", run, "the leading run of agreements, then the target's own token")
 
 
+def test_tree_depths(fn: Callable[[Sequence[int]], Any]) -> bool:
+    """`fn(parents)`: the depth of every node of a tree, 1 behind the text; a parent of -1 is the text."""
+    cases = [[-1], [-1, 0, 1], [-1, -1, 0, 0, 2, 1], []]
+
+    def run() -> None:
+        for parents in cases:
+            expected: list[int] = []
+            for parent in parents:
+                expected.append(1 if parent < 0 else expected[parent] + 1)
+            got = [int(depth) for depth in _call(fn, list(parents))]
+            hint = "A node stands one deeper than its parent"
+            if got == list(range(1, len(parents) + 1)):
+                hint = "That is the row. Siblings stand at the same position, since only one of them can be in the text"
+            elif got == [depth - 1 for depth in expected]:
+                hint = "Depth counts from 1: the first draft token stands one behind the text's last"
+            if got != expected:
+                raise _wrong(f"tree_depths({parents})", got, expected, hint)
+
+    return _check("tree_depths", run, "a node's position is its parent's and one more, whatever its row")
+
+
+def test_accept_tree(fn: Callable[[Sequence[int], Sequence[int], Sequence[int]], Any]) -> bool:
+    """`fn(drafted, parents, choices)`: the ids that a greedy round over a tree emits. choices[0]: the target's after
+    the text; choices[i + 1]: its choice after node i."""
+    rival = "Only children of the last accepted node count: a node on a rival branch follows another text"
+    cases = [
+        ([4, 5, 6, 7, 8], [-1, -1, 0, 1, 1], [5, 9, 8, 9, 9, 3], [5, 8, 3], "Walk from the text to the child chosen"),
+        ([4, 5, 6], [-1, -1, 0], [5, 6, 6, 1], [5, 6], rival),
+        ([4, 5], [-1, -1], [9, 1, 2], [9], "No child is the target's choice: only its own token comes out"),
+        ([5, 6], [-1, 0], [5, 6, 7], [5, 6, 7], "A chain is a tree: all accepted, and the bonus token"),
+    ]
+
+    def run() -> None:
+        for drafted, parents, choices, expected, hint in cases:
+            got = [int(token) for token in _call(fn, list(drafted), list(parents), list(choices))]
+            if got == expected[:-1]:
+                hint = "The bonus token is missing: verification always yields one token of the target's own"
+            if got != expected:
+                raise _wrong(f"accept_tree({drafted}, {parents}, {choices})", got, expected, hint)
+
+    return _check("accept_tree", run, "one branch is walked, and the target's next choice is the bonus token")
+
+
 def test_acceptance_probability(fn: Callable[[float, float], float]) -> bool:
     """`fn(p, q)` is the probability that a token drafted with probability q and wanted with probability p stays."""
 

@@ -1,9 +1,10 @@
 """From records to figures: pure functions, nothing is measured here.
 
 Every function takes records (`bench.measure`) and returns a plotly `Figure` whose title states what these records
-say. One method has one colour, marker and dash in every figure (Okabe and Ito's colour-blind safe palette); a
-backend other than our own engine is hatched. A missing value is a gap that says so, and a zero stays visible on a
-logarithmic axis. `set_renderer()` is the one place that decides how a notebook shows figures.
+say. One method has one colour, marker and dash in every figure (Okabe and Ito's colour-blind safe palette, and
+darker colours where it ends); a backend other than our own engine is hatched. A missing value is a gap that says so,
+and a zero stays visible on a logarithmic axis. `set_renderer()` is the one place that decides how a notebook shows
+figures.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import html
 import importlib.util
 import math
+import statistics
 import subprocess
 import sys
 import textwrap
@@ -45,9 +47,13 @@ METHODS: dict[str, MethodStyle] = {
     "plain": MethodStyle("plain decoding", "#595959", "circle", "solid"),
     "draft_target": MethodStyle("draft model", "#0072B2", "square", "dash"),
     "ngram": MethodStyle("n-gram lookup", "#E69F00", "diamond", "dot", "#222222"),
+    "suffix": MethodStyle("suffix lookup", "#7A5C00", "pentagon", "2px,6px"),
     "lookahead": MethodStyle("lookahead", "#009E73", "triangle-up", "dashdot"),
     "medusa": MethodStyle("Medusa heads", "#CC79A7", "cross", "longdash", "#222222"),
-    "eagle": MethodStyle("EAGLE head", "#D55E00", "star", "longdashdot"),
+    "eagle": MethodStyle("EAGLE head", "#A5673F", "x", "14px,4px"),
+    "eagle3": MethodStyle("EAGLE-3 chain", "#D55E00", "star", "longdashdot"),
+    "eagle3_tree": MethodStyle("EAGLE-3 tree", "#882255", "star-diamond", "10px,3px,2px,3px,2px,3px"),
+    "layer_skip": MethodStyle("layer skipping", "#332288", "triangle-down", "5px,2px"),
 }
 _UNKNOWN_METHOD = MethodStyle("", "#000000", "hexagon", "solid")
 _BACKEND_PATTERN = {"torch": "", "transformers": "/", "tensorrt_llm": "x", "vllm": "."}
@@ -421,9 +427,7 @@ def plot_acceptance_by_position(runs: Sequence[Record], *, log_y: bool = False) 
                 figure.add_annotation(x=position, y=at, text=text, showarrow=False, yshift=14, font={"size": 12})
     title = "No run has an acceptance by position"
     if shown:
-        ends = [(rates[id(run)], label_of(run, shown)) for run in shown]
-        parts = [f"{label} {_percent(v[0])} → {_percent(v[-1])}" for v, label in ends]
-        title = "Acceptance at the first → the last draft position: " + "; ".join(parts)
+        title = _acceptance_title([(label_of(run, shown), rates[id(run)]) for run in shown])
     _layout(figure, title, runs, x="position in the draft", y="share of drafted tokens accepted")
     figure.update_xaxes(dtick=1)
     if log_y:
@@ -432,6 +436,18 @@ def plot_acceptance_by_position(runs: Sequence[Record], *, log_y: bool = False) 
         figure.update_yaxes(range=[0, 1.05], tickformat=".0%")
     figure.update_layout(showlegend=True)
     return figure
+
+
+def _acceptance_title(lines: Sequence[tuple[str, list[float | None]]]) -> str:
+    """Both ends of every line, or of many lines the highest and the lowest at the first position."""
+    if len(lines) <= 3:
+        parts = [f"{label} {_percent(v[0])} → {_percent(v[-1])}" for label, v in lines]
+        return "Acceptance at the first → the last draft position: " + "; ".join(parts)
+    first = sorted((v[0], label) for label, v in lines if v[0] is not None)
+    if not first:
+        return "No run has an acceptance at its first position"
+    (low, lowest), (high, highest) = first[0], first[-1]
+    return f"The first draft token is accepted in {high:.0%} ({highest}) down to {low:.0%} ({lowest}) of the drafts"
 
 
 def _percent(value: float | None) -> str:
@@ -466,6 +482,169 @@ def plot_accepted_histogram(runs: Sequence[Record]) -> go.Figure:
     figure.update_yaxes(tickformat=".0%", rangemode="tozero")
     figure.update_layout(showlegend=True, bargap=0.2)
     return figure
+
+
+def plot_acceptance_of(run: Record) -> go.Figure:
+    """One method on a page of its own: left how often each draft position was accepted, right what a round yields in
+    every category; the line at 1 is a round that nothing was accepted in."""
+    headings = ["accepted, by position in the draft", "tokens a round, by prompt category"]
+    figure = make_subplots(rows=1, cols=2, subplot_titles=headings, column_widths=[0.4, 0.6], horizontal_spacing=0.12)
+    rates = numbers(run["figures"].get("acceptance_by_position") or [])
+    hover = "position %{x}<br>accepted in %{y:.1%}<extra></extra>"
+    figure.add_scatter(
+        x=list(range(1, len(rates) + 1)),
+        y=rates,
+        hovertemplate=hover,
+        cliponaxis=False,
+        row=1,
+        col=1,
+        **_line_look(run),
+    )
+    lengths = {c: number(found.get("acceptance_length")) for c, found in (run.get("by_category") or {}).items()}
+    categories = sorted(lengths, key=lambda c: -(lengths[c] or 0.0))
+    values = [lengths[c] for c in categories]
+    figure.add_bar(
+        x=[_words(c) for c in categories],
+        y=values,
+        marker=_bar_look(run),
+        **_bar_text(run, values, ".2f"),
+        hovertemplate="%{x}<br>%{y:.2f} tokens a round<extra></extra>",
+        row=1,
+        col=2,
+    )
+    figure.add_hline(y=1.0, line={"color": _MARK, "width": 2, "dash": "dot"}, row=1, col=2)
+    label, length = label_of(run, [run]), figure_of(run, "acceptance_length")
+    known = [(value, c) for c, value in lengths.items() if value is not None]
+    title = f"{label}: no acceptance was measured"
+    if length is not None and known:
+        (high, most), (low, least) = max(known), min(known)
+        title = f"{label}: {length:.2f} tokens a round, from {high:.2f} ({_words(most)}) to {low:.2f} ({_words(least)})"
+    figure.update_layout(showlegend=False)
+    _layout(figure, title, [run], height=400)
+    figure.update_layout(margin_t=150, margin_b=40)
+    figure.update_xaxes(dtick=1, row=1, col=1)
+    figure.update_yaxes(range=[0, 1.05], tickformat=".0%", title_text="share of drafts accepted", row=1, col=1)
+    figure.update_yaxes(title_text="acceptance length (tokens)", rangemode="tozero", row=1, col=2)
+    return figure.update_annotations(font={"size": 13})
+
+
+# --- many methods beside each other -------------------------------------------------------------------------------
+
+
+def plot_methods_by_category(runs: Sequence[Record]) -> go.Figure:
+    """Speed-up of every method in every prompt category: a row of bars for each method, the fastest on top, and the
+    same category in one column, so that the eye compares along rows and down columns."""
+    gains = [(run, gain) for run in _speculative(runs) if (gain := speedup(run, runs)) is not None]
+    gains.sort(key=lambda pair: -pair[1])
+    if not gains:
+        return _layout(go.Figure(), "No speed-up can be computed: the plain run is missing", runs)
+    shown = [run for run, _ in gains]
+    table = [{c: speedup(run, runs, c) for c in run.get("by_category") or {}} for run in shown]
+    known = {c: [v for row in table if (v := row.get(c)) is not None] for c in {c for row in table for c in row}}
+    categories = sorted(known, key=lambda c: (-sum(known[c]) / max(1, len(known[c])), c))
+    top = 1.12 * max([1.1, *(value for values in known.values() for value in values)])
+    headings = [f"<b>{label_of(run, shown)}</b>, {gain:.2f}× over all prompts" for run, gain in gains]
+    figure = make_subplots(
+        rows=len(shown), cols=1, shared_xaxes=True, subplot_titles=headings, vertical_spacing=0.3 / len(shown)
+    )
+    for number, (run, row) in enumerate(zip(shown, table, strict=True), start=1):
+        values = [row.get(c) for c in categories]
+        figure.add_bar(
+            x=[_words(c) for c in categories],
+            y=values,
+            name=label_of(run, shown),
+            marker=_bar_look(run),
+            **_bar_text(run, values, ".2f"),
+            hovertemplate="%{x}<br>%{y:.3f}×<extra>%{fullData.name}</extra>",
+            row=number,
+            col=1,
+        )
+        figure.add_hline(y=1.0, line={"color": _MARK, "width": 2, "dash": "dot"}, row=number, col=1)
+    figure.update_annotations(x=0, xanchor="left", font={"size": 13})
+    figure.update_layout(showlegend=False)
+    _layout(figure, _winners_title(gains, shown, table, categories), runs, height=190 + 105 * len(shown))
+    unit = {"text": "speed-up (×)", "font": {"size": 11}}
+    figure.update_yaxes(range=[0, top], tickvals=list(range(math.ceil(top))), title=unit)
+    figure.update_xaxes(title_text="prompt category; dotted: 1.0×, plain decoding", row=len(shown), col=1)
+    return figure.update_layout(bargap=0.25)
+
+
+def _winners_title(
+    gains: Any, shown: Sequence[Record], table: Sequence[Mapping[str, Any]], categories: list[str]
+) -> str:
+    """Who is fastest over all, and in how many categories each method is."""
+    best, gain = gains[0]
+    if gain <= 1:
+        return f"No method beats plain decoding over all prompts; nearest is {label_of(best, shown)}, {gain:.2f}×"
+    won: dict[str, int] = {}
+    for c in categories:
+        value, label = max((row.get(c) or 0.0, label_of(run, shown)) for run, row in zip(shown, table, strict=True))
+        won[label if value > 1 else "none"] = won.get(label if value > 1 else "none", 0) + 1
+    counts = ", ".join(f"{label} {count}" for label, count in sorted(won.items(), key=lambda item: -item[1]))
+    return f"Fastest over all prompts: {label_of(best, shown)}, {gain:.2f}×. Categories won: {counts}"
+
+
+def plot_cost_and_acceptance(runs: Sequence[Record]) -> go.Figure:
+    """What drafting costs in a round against what the round yields, one mark per method with its speed-up. The curves
+    are where the cost model puts equal speed-ups, if verification takes the median of the times measured."""
+    names = ("draft_ms_per_round", "acceptance_length", "verify_ms_per_round", "overhead_ms_per_round")
+    points = []
+    for run in _speculative(runs):
+        draft, length, verify, overhead = (figure_of(run, name) for name in names)
+        if draft is not None and length is not None:
+            points.append((run, draft, length, (verify or 0.0) + (overhead or 0.0)))
+    if not points:
+        return _layout(go.Figure(), "No run has both a draft time and an acceptance length", runs)
+    shown = [run for run, *_ in points]
+    floor = min((draft for _, draft, *_ in points if draft > 0), default=0.01) / 2
+    longest = max(length for _, _, length, _ in points)
+    figure = go.Figure()
+    _equal_speedups(figure, points, runs, floor, longest)
+    for place, (run, draft, length, _) in enumerate(sorted(points, key=lambda point: point[1])):
+        style, gain = method_style(run["method"]), speedup(run, runs)
+        figure.add_scatter(
+            x=[max(draft, floor)],
+            y=[length],
+            customdata=[draft],
+            name=label_of(run, shown),
+            mode="markers+text",
+            text=["" if gain is None else f"{gain:.2f}×"],
+            textposition=("top center", "bottom center")[place % 2],
+            marker={"symbol": style.symbol, "size": 14, "color": style.color, "line": {"color": _INK, "width": 1}},
+            cliponaxis=False,
+            hovertemplate="%{customdata:.2f} ms of drafting<br>%{y:.2f} tokens a round<extra>%{fullData.name}</extra>",
+        )
+    cheap, dear = min(points, key=lambda p: p[1]), max(points, key=lambda p: p[2])
+    title = f"Most tokens a round: {label_of(dear[0], shown)}, {dear[2]:.2f} for {_ms(dear[1])} of drafting"
+    if cheap[0] is not dear[0]:
+        title += f"; cheapest: {label_of(cheap[0], shown)}, {cheap[2]:.2f} for {_ms(cheap[1])}"
+    axes = {"x": "drafting in a round (ms), logarithmic", "y": "acceptance length<br>(tokens a round, bonus included)"}
+    _layout(figure, title, runs, height=540, **axes)
+    figure.update_xaxes(type="log", dtick=1)
+    figure.update_yaxes(range=[0.8, 1.12 * longest])
+    return figure.update_layout(showlegend=True)
+
+
+def _equal_speedups(figure: go.Figure, points: Sequence[Any], runs: Sequence[Record], floor: float, top: float) -> None:
+    """The curves acceptance length = speed-up × (draft + verify + overhead) / plain step."""
+    base = baseline_of(points[0][0], runs)
+    step_ms = figure_of(base, "round_ms") if base else None
+    if not step_ms:
+        return
+    rest = statistics.median(rest for *_, rest in points)
+    last = 2 * max(draft for _, draft, *_ in points)
+    drafts = [floor * (last / floor) ** (i / 60) for i in range(61)]
+    for gain, dash in ((1.0, "dot"), (2.0, "dash")):
+        lengths = [gain * (draft + rest) / step_ms for draft in drafts]
+        kept = [(x, y) for x, y in zip(drafts, lengths, strict=True) if y <= 1.1 * top]
+        if kept:
+            line = {"color": _MARK, "dash": dash, "width": 1.5}
+            xs, ys = zip(*kept, strict=True)
+            figure.add_scatter(x=xs, y=ys, mode="lines", line=line, name=f"{gain:g}×, cost model", hoverinfo="skip")
+
+
+def _ms(value: float) -> str:
+    return f"{value:.0f} ms" if value >= 10 else f"{value:.2g} ms"
 
 
 # --- why it pays or not -------------------------------------------------------------------------------------------
