@@ -24,6 +24,7 @@ TIME_BOX_S = 600  # minutes of slack for a busy machine; a lesson takes one to t
 # Less work than a reader's run, so that the suite stays within its time; every cell runs all the same.
 SMALLER = {
     "02_speculative_runs": {"max_tokens": 32, "draws": 5000, "repeats": 1},
+    "03_drafting_methods": {"max_tokens": 16, "bench_tokens": 12, "bench_categories": ["extraction", "code"]},
     "07_benchmark_plots": {"max_tokens": 16, "repeats": 2},
 }
 PLOTLY = "application/vnd.plotly.v1+json"
