@@ -428,7 +428,8 @@ def plot_acceptance_by_position(runs: Sequence[Record], *, log_y: bool = False) 
     title = "No run has an acceptance by position"
     if shown:
         title = _acceptance_title([(label_of(run, shown), rates[id(run)]) for run in shown])
-    _layout(figure, title, runs, x="position in the draft", y="share of drafted tokens accepted")
+    height = 440 if len(shown) <= 3 else 540
+    _layout(figure, title, runs, x="position in the draft", y="share of drafted tokens accepted", height=height)
     figure.update_xaxes(dtick=1)
     if log_y:
         figure.update_yaxes(type="log", range=[math.log10(floor) - 0.1, 0.05], tickformat=".0%", dtick="D2")
@@ -565,6 +566,7 @@ def plot_methods_by_category(runs: Sequence[Record]) -> go.Figure:
     _layout(figure, _winners_title(gains, shown, table, categories), runs, height=190 + 105 * len(shown))
     unit = {"text": "speed-up (×)", "font": {"size": 11}}
     figure.update_yaxes(range=[0, top], tickvals=list(range(math.ceil(top))), title=unit)
+    figure.update_layout(margin_t=figure.layout.margin.t + 30)
     figure.update_xaxes(title_text="prompt category; dotted: 1.0×, plain decoding", row=len(shown), col=1)
     return figure.update_layout(bargap=0.25)
 
@@ -585,7 +587,7 @@ def _winners_title(
 
 
 def plot_cost_and_acceptance(runs: Sequence[Record]) -> go.Figure:
-    """What drafting costs in a round against what the round yields, one mark per method with its speed-up. The curves
+    """What drafting costs in a round against what the round yields, one mark per method; the legend has its speed-up. The curves
     are where the cost model puts equal speed-ups, if verification takes the median of the times measured."""
     names = ("draft_ms_per_round", "acceptance_length", "verify_ms_per_round", "overhead_ms_per_round")
     points = []
@@ -600,16 +602,14 @@ def plot_cost_and_acceptance(runs: Sequence[Record]) -> go.Figure:
     longest = max(length for _, _, length, _ in points)
     figure = go.Figure()
     _equal_speedups(figure, points, runs, floor, longest)
-    for place, (run, draft, length, _) in enumerate(sorted(points, key=lambda point: point[1])):
+    for run, draft, length, _ in sorted(points, key=lambda point: point[1]):
         style, gain = method_style(run["method"]), speedup(run, runs)
         figure.add_scatter(
             x=[max(draft, floor)],
             y=[length],
             customdata=[draft],
-            name=label_of(run, shown),
-            mode="markers+text",
-            text=["" if gain is None else f"{gain:.2f}×"],
-            textposition=("top center", "bottom center")[place % 2],
+            name=label_of(run, shown) + ("" if gain is None else f", {gain:.2f}×"),
+            mode="markers",
             marker={"symbol": style.symbol, "size": 14, "color": style.color, "line": {"color": _INK, "width": 1}},
             cliponaxis=False,
             hovertemplate="%{customdata:.2f} ms of drafting<br>%{y:.2f} tokens a round<extra>%{fullData.name}</extra>",
