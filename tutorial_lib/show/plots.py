@@ -587,8 +587,9 @@ def _winners_title(
 
 
 def plot_cost_and_acceptance(runs: Sequence[Record]) -> go.Figure:
-    """What drafting costs in a round against what the round yields, one mark per method; the legend has its speed-up. The curves
-    are where the cost model puts equal speed-ups, if verification takes the median of the times measured."""
+    """What drafting costs in a round against what the round yields, one mark per method, its speed-up in the legend.
+    The curves are where the cost model puts equal speed-ups, if verification takes the median of the times measured.
+    """
     names = ("draft_ms_per_round", "acceptance_length", "verify_ms_per_round", "overhead_ms_per_round")
     points = []
     for run in _speculative(runs):
