@@ -148,6 +148,47 @@ def build(
     print(f"{path} ({manifest['dtype']}, {manifest['arch']}, {size_mb:.1f} MB, built in {seconds:.1f} s)")
 
 
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help="A shape such as llama-3.3-70b, a folder, an engine directory.")],
+    gpu: Annotated[str, typer.Option(help="A100-40GB, A100-80GB, L4, L40S, H100-PCIe, H100, H200.")] = "H200",
+    gpus: Annotated[int, typer.Option(help="GPUs that share the model.")] = 1,
+    batch: Annotated[int, typer.Option(help="Requests at once.")] = 1,
+    input_len: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 1024,
+    output_len: Annotated[int, typer.Option(help="Tokens of an output.")] = 256,
+    dtype: Annotated[str, typer.Option(help="The weights: bfloat16, fp8, int8, float32.")] = "bfloat16",
+    kv_dtype: Annotated[str, typer.Option(help="The KV cache: auto, bfloat16, fp8.")] = "auto",
+    drafter: Annotated[str | None, typer.Option(help="A draft model that shares the memory.")] = None,
+    max_draft_len: Annotated[int, typer.Option(help="K, draft tokens per round.")] = 0,
+    tokens_per_block: Annotated[int, typer.Option(help="Positions in a block of the cache.")] = 32,
+    memory_fraction: Annotated[float, typer.Option(help="Share of the memory beside the weights for the cache.")] = 0.9,
+    json_file: JsonFile = None,
+) -> None:
+    """Say what a model and a batch take of a GPU and how many requests fit. Refuses what cannot fit."""
+    from . import plan as planner
+
+    check_json_file(json_file)
+    planned = planner.make_plan(
+        planner.config_of(model),
+        gpu,
+        gpus=gpus,
+        batch=batch,
+        input_len=input_len,
+        output_len=output_len,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        drafter=None if drafter is None else planner.config_of(drafter),
+        max_draft_len=max_draft_len,
+        tokens_per_block=tokens_per_block,
+        free_gpu_memory_fraction=memory_fraction,
+    )
+    planner.check(planned)
+    for what, value in planner.rows(planned):
+        print(f"{what:<40} {value}", file=sys.stderr if json_file == "-" else sys.stdout)
+    if json_file is not None:
+        write_json(json_file, {"kind": "plan", "model": model, "drafter": drafter, **planned.to_dict()})
+
+
 # ---- generate -------------------------------------------------------------------------------------------------------
 
 
