@@ -49,6 +49,7 @@ def model_of(
     max_slots: int = 5,
     max_seq_len: int = 256,
     head_ids: torch.Tensor | None = None,
+    ring_room: int | None = None,
 ) -> Model:
     """Hugging Face tensors as a `Model` with plain matrix products."""
     shape = ModelConfig.from_hf(config)
@@ -62,6 +63,7 @@ def model_of(
         packed["embed"],
         max_slots=max_slots,
         max_seq_len=max_seq_len,
+        ring_room=ring_room,
     )
 
 
@@ -70,6 +72,7 @@ class TableModel:
 
     def __init__(self, table: torch.Tensor, *, max_slots: int = 4, max_seq_len: int = 100_000) -> None:
         self.table, self.max_slots, self.max_seq_len = table, max_slots, max_seq_len
+        self.max_rows = self.cache_rows = max_seq_len
         self.config = ModelConfig.from_hf({**dummy_config("dummy:tiny-llama")[0], "vocab_size": table.shape[0]})
 
     features = None

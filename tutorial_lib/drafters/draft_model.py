@@ -94,6 +94,10 @@ class DraftModelDrafter:
         rows, segments, last = [], [], []
         for i, ids in feed.items():
             cached = self._cached[states[i].slot]
+            while len(ids) > self.model.max_rows:  # after a stretch without drafts, where the cache is a ring
+                piece, ids = ids[: self.model.max_rows], ids[self.model.max_rows :]
+                self.model.forward(self._readable(piece), [Segment(states[i].slot, len(cached), len(piece))])
+                cached.extend(piece)
             segments.append(Segment(states[i].slot, len(cached), len(ids)))
             cached.extend(ids)
             rows += ids

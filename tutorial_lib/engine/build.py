@@ -28,6 +28,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.fl
 GPU_DTYPES = ("bfloat16", "fp8")
 LINEARS = ("qkv", "o", "gate_up", "down")
 DEFAULT_MAX_SEQ_LEN = 2048
+RING_ROOM = 128  # new rows that the ring of a windowed model has room for: a piece of a prompt, or a draft
 WEIGHTS = "model.safetensors"
 
 Say = Callable[[str], None]
@@ -239,6 +240,7 @@ def load_model(info: EngineInfo) -> tuple[Model, torch.Tensor | None]:
         packed["embed"],
         max_slots=info.max_batch_size,
         max_seq_len=info.max_seq_len,
+        ring_room=max(RING_ROOM, info.max_draft_len + 1),
     )
     return model, packed.get("head_ids")
 

@@ -216,7 +216,8 @@ class Engine:
         """Put requests in line, all of them or, if one cannot ever fit the cache, none (`PromptError`)."""
         most = self.cache.max_tokens
         for request in requests:
-            if (needed := len(request.prompt_ids) + request.params.max_tokens) > most:
+            needed = len(request.prompt_ids) + request.params.max_tokens
+            if self.cache.blocks_for(needed) > len(self.cache.pool.blocks):
                 raise PromptError(
                     f"prompt and max_tokens of a request are {needed} tokens",
                     f"at most {most}, the KV cache's room (KvCacheConfig.max_tokens, in whole blocks)",
@@ -399,7 +400,7 @@ class Engine:
                 f"the drafter proposed {len(draft.tokens)} tokens with parents {draft.parents}",
                 f"for every token the index of an earlier one, or {ROOT} for the text",
             )
-        room = self.max_seq_len - len(state.token_ids)
+        room = min(self.max_seq_len - len(state.token_ids), self.target.max_rows - 1)
         if len(draft.tokens) <= room:
             return draft
         return Draft(

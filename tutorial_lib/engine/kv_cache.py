@@ -197,7 +197,8 @@ class KvCache:
         smallest, largest = BLOCK_SIZES
         if not smallest <= tokens_per_block <= largest:
             raise OptionError(f"KvCacheConfig.tokens_per_block is {tokens_per_block}", f"{smallest} to {largest}")
-        whole = model.max_slots * -(-model.max_seq_len // tokens_per_block)
+        self._rows_per_slot = model.cache_rows
+        whole = model.max_slots * -(-model.cache_rows // tokens_per_block)
         count = whole if max_tokens is None else min(whole, max_tokens // tokens_per_block)
         if count == 0:
             raise OptionError(f"KvCacheConfig.max_tokens is {max_tokens}", f"at least one block, {tokens_per_block}")
@@ -219,7 +220,8 @@ class KvCache:
         return len(self.pool.blocks) * self.pool.tokens_per_block
 
     def blocks_for(self, positions: int) -> int:
-        return -(-positions // self.pool.tokens_per_block)
+        """A ring takes no more, however long the text."""
+        return -(-min(positions, self._rows_per_slot) // self.pool.tokens_per_block)
 
     def begin(self, slot: int, text: Sequence[int], most_reused: int, positions: int) -> Holding | None:
         """Blocks for `positions` positions of a request whose text so far is `text`; None if there is no room now.

@@ -287,9 +287,13 @@ class Model:
     """The packed decoder with its KV cache. Everything is written in place; rolling back is moving a length.
 
     linears: name -> callable x [rows, in] -> [rows, out]; vectors: norms; embed: [V, H]. cache: one tensor
-    [layers, slots, 2 * kv_heads, max_seq_len, head_dim] (keys, then values). Rows at and after a segment's end are
-    never read, so what a rejected draft left there cannot matter. features: [rows, layers * H], the hidden states that
-    the latest `forward` or `prefill` was asked for; None if it was not asked.
+    [layers, slots, 2 * kv_heads, rows, head_dim] (keys, then values). Rows at and after a segment's end are never read,
+    so what a rejected draft left there cannot matter. features: [rows, layers * H], the hidden states that the latest
+    `forward` or `prefill` was asked for; None if it was not asked.
+
+    A cache has `max_seq_len` rows for each slot. ring_room: where the model has a sliding window, only as many as the
+    window and that many new rows take; position p then lies in row p modulo their number, over one that no row can see
+    any more. A segment has at most `max_rows` rows, the room.
     """
 
     features: torch.Tensor | None = None
@@ -303,13 +307,18 @@ class Model:
         *,
         max_slots: int,
         max_seq_len: int,
+        ring_room: int | None = None,
     ) -> None:
         self.config, self.embed = config, embed
         self.dtype, self.device = embed.dtype, embed.device
         self.max_slots, self.max_seq_len = max_slots, max_seq_len
         self.head, self.norm = linears["head"], vectors["norm"]
         self.layers = [_layer(i, linears, vectors) for i in range(config.num_layers)]
-        shape = (config.num_layers, max_slots, 2 * config.num_kv_heads, max_seq_len, config.head_dim)
+        ring = None if ring_room is None else (config.sliding_window or max_seq_len) + ring_room - 1
+        self.is_ring = ring is not None and ring < max_seq_len
+        self.max_rows = ring_room if ring_room is not None and self.is_ring else max_seq_len
+        self.cache_rows = ring if ring is not None and self.is_ring else max_seq_len
+        shape = (config.num_layers, max_slots, 2 * config.num_kv_heads, self.cache_rows, config.head_dim)
         self.cache = torch.empty(shape, dtype=self.dtype, device=self.device)
         self.rotations = rotary_table(config, max_seq_len).to(self.device)
         self._masks: dict[int, torch.Tensor] = {}
@@ -358,8 +367,9 @@ class Model:
         """Make one branch of a tree the text: move the keys and values of its rows (counted from `start`, the root,
         in increasing order) to the places behind `start`, in every layer and in place."""
         if any(row != place for place, row in enumerate(rows, start=1)):
-            cache = self.cache[:, slot]
-            cache[:, :, start + 1 : start + 1 + len(rows)] = cache[:, :, [start + row for row in rows]]
+            cache, around = self.cache[:, slot], self.cache_rows
+            kept = cache[:, :, [(start + row) % around for row in rows]]
+            cache[:, :, [(start + place) % around for place in range(1, len(rows) + 1)]] = kept
 
     def _rotations(self, segments: Sequence[Segment]) -> torch.Tensor:
         parts = [
@@ -387,8 +397,12 @@ class Model:
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         group, rows, end = heads // kv_heads, segment.rows, segment.start + segment.rows
         cache = self.cache[layer, segment.slot]
-        cache[:, segment.start : end] = qkv[:, heads:].transpose(0, 1)
-        past = cache[:, self._first_visible(segment) : end]
+        if self.is_ring:
+            cache[:, torch.arange(segment.start, end) % self.cache_rows] = qkv[:, heads:].transpose(0, 1)
+            past = cache[:, :end]
+        else:
+            cache[:, segment.start : end] = qkv[:, heads:].transpose(0, 1)
+            past = cache[:, self._first_visible(segment) : end]
         # Query heads that share a key head are stacked as rows, so grouped attention is one batched product.
         if rows == 1:
             queries = qkv[:, :heads].reshape(1, kv_heads, group, head_dim)
@@ -412,6 +426,8 @@ class Model:
         rows, start, first = segment.rows, segment.start, self._first_visible(segment)
         group = self.config.num_heads // self.config.num_kv_heads
         window = self.config.sliding_window
+        if self.is_ring:
+            return self._ring_mask(segment, group)
         if rows == 1:
             return None
         if window is None and segment.parents is None and rows <= 64:
@@ -426,6 +442,20 @@ class Model:
             hidden |= key <= query[:, None] - window
         return self._additive(hidden, group)
 
+    def _ring_mask(self, segment: Segment, group: int) -> torch.Tensor:
+        """Like `_mask`, over the ring's rows in the order in which they lie."""
+        start, end = segment.start, segment.start + segment.rows
+        query = torch.tensor(segment.depths) + start
+        place = torch.arange(min(end, self.cache_rows))
+        row = (
+            end - 1 - (end - 1 - place) % self.cache_rows
+        )  # the latest one written there, counted from the text's begin
+        own = (row - start).clamp_min(0)  # in the segment, for those that are its own
+        position = torch.where(row < start, row, query[own])
+        hidden = position <= query[:, None] - (self.config.sliding_window or 0)
+        hidden |= (row >= start) & ~segment.visible()[:, own]
+        return self._additive(hidden, group)
+
     def _additive(self, hidden: torch.Tensor, group: int) -> torch.Tensor:
         """-inf where `hidden` [rows, keys] and 0 elsewhere, every row for its `group` of query heads."""
         mask = torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, -math.inf)
@@ -435,9 +465,9 @@ class Model:
 def prefill(model: Model, token_ids: Sequence[int], slot: int, feature_layers: Sequence[int] = ()) -> torch.Tensor:
     """Append a text to the empty `slot`, `PREFILL_CHUNK` rows a pass. Final hidden states of the last pass; the
     features of the whole text are left in `model.features`."""
-    features = []
-    for start in range(0, len(token_ids), PREFILL_CHUNK):
-        chunk = token_ids[start : start + PREFILL_CHUNK]
+    features, most = [], min(PREFILL_CHUNK, model.max_rows)
+    for start in range(0, len(token_ids), most):
+        chunk = token_ids[start : start + most]
         hidden = model.forward(chunk, [Segment(slot, start, len(chunk))], feature_layers=feature_layers)
         if model.features is not None:
             features.append(model.features)

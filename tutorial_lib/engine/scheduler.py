@@ -78,7 +78,7 @@ class Scheduler:
         for request in self.running:
             unread = len(request.context) - request.computed
             if request.is_reading and (most > 0 or unread == 0):
-                pieces.append((request, min(most, unread)))
+                pieces.append((request, min(most, unread, self.cache.model.max_rows)))
                 most -= pieces[-1][1]
         return pieces
 
