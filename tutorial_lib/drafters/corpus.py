@@ -229,7 +229,7 @@ class CorpusSettings:
     top_p: float = 0.95
     max_user: int = 256
     max_answer: int = 288
-    complete_share: float = 0.25
+    complete_share: float = 0.45
     plain_share: float = 0.06
     follow_up_share: float = 0.35
 

@@ -9,6 +9,7 @@ them (what the promise costs stands in the engine directory) and never chosen. L
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import ModelError, OptionError
-from .gpu_model import PAGE, GpuModel, Layer, Ops, Weight, capturing, rotary_tables
+from .gpu_model import (
+    PAGE,
+    GpuModel,
+    Layer,
+    Ops,
+    Weight,
+    capturing,
+    no_garbage_collection,
+    rotary_tables,
+    seconds_of,
+)
 from .model import ModelConfig, pack
 from .quantize import calibrate, quantize_fp8, random_fp8
 from .reference import FP8
@@ -339,15 +350,7 @@ def graph_time_us(run: Callable[[], None], *, passes: int = 1, repeats: int = 5)
         for _ in range(passes):
             run()
     graph.replay()
-    samples = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        samples.append(begin.elapsed_time(end) * 1e3 / passes)
-    return sorted(samples)[len(samples) // 2]
+    return 1e6 * statistics.median(seconds_of(graph, repeats)) / passes
 
 
 # ------------------------------------------------------------------------------------------------------ build and load
@@ -367,7 +370,7 @@ def write_engine(
 
     lap = Laps()
     packed, scales = _packed_weights(checkpoint, config, dtype, lap)
-    with torch.inference_mode():
+    with torch.inference_mode(), no_garbage_collection():
         model = assemble(config, packed, {}, pages=2, max_positions=PAGE, ops=Ops.make(), max_sequences=1)
         tactics, timings = tune(model, say)
     lap("time kernels")

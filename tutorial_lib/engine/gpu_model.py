@@ -187,17 +187,39 @@ def captured(run: Callable[[], None]) -> Any:
 
 @contextmanager
 def capturing(graph: Any) -> Iterator[None]:
-    """What is launched inside goes into `graph`. Python's garbage collector rests meanwhile: freeing another model's
-    memory or graphs would break the capture."""
-    gc.collect()
+    """What is launched inside goes into `graph`."""
+    with no_garbage_collection(), torch.cuda.graph(graph):
+        yield
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Python's garbage collector runs once and then rests: freeing another model's memory or graphs would break a
+    capture. One around many captures saves them theirs."""
     was_on = gc.isenabled()
+    if was_on:
+        gc.collect()
     gc.disable()
     try:
-        with torch.cuda.graph(graph):
-            yield
+        yield
     finally:
         if was_on:
             gc.enable()
+
+
+def seconds_of(graph: Any, repeats: int) -> list[float]:
+    """How long each of `repeats` replays ran. The GPU is kept waiting until the host has launched the graph, so that
+    the launch is no part of it."""
+    samples = []
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(1_000_000)  # half a millisecond
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        samples.append(begin.elapsed_time(end) * 1e-3)
+    return samples
 
 
 class GpuModel:

@@ -24,7 +24,7 @@ from ..results import Round
 from .device_sampling import SlotParams, accept_sampled, draw, probabilities, uniform
 from .drafting import DeviceTree, Drafting, ModelDrafting
 from .engine import Engine, Request, _arbitrary_ids, _median_s
-from .gpu_model import MAX_STEP_ROWS, PAGE, GpuModel, Taps, captured, compile_steps
+from .gpu_model import MAX_STEP_ROWS, PAGE, GpuModel, Taps, captured, compile_steps, seconds_of
 from .sampling import Purpose
 from .verify import Verdict
 
@@ -568,12 +568,4 @@ def _graph_s(run: Callable[[], Any], is_cuda: bool, repeats: int) -> float:
     """Median seconds of `run`: replayed as a graph on a GPU."""
     if not is_cuda:
         return _median_s(run, repeats)
-    graph, samples = captured(run), []
-    for _ in range(repeats + 2):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        samples.append(begin.elapsed_time(end) * 1e-3)
-    return statistics.median(samples[2:])
+    return statistics.median(seconds_of(captured(run), repeats + 2)[2:])

@@ -18,7 +18,7 @@ from .tables import Table
 Record = Mapping[str, Any]
 
 
-def gpu_experiment(name: str, folder: str | Path = RECORDED / "h200") -> list[Record]:
+def gpu_experiment(name: str, folder: str | Path = RECORDED / "h200") -> Sequence[Record]:
     """The records of the experiment `name`. Raises `OptionError` where there are none."""
     file = Path(folder) / f"{name}.jsonl"
     if not file.is_file():
