@@ -78,6 +78,7 @@ class Generation:
     logprobs: list[dict[int, float]] | None = None  # one dict per emitted token: id -> raw log-probability
     stop_reason: int | str | None = None  # the stop token id or stop string that ended it, None for EOS and length
     is_simulated: bool = False  # acceptance was forced: the text is meaningless and must not be shown
+    cached_tokens: int = 0  # of the prompt: positions that came from the KV cache of earlier requests
 
     @property
     def outputs(self) -> list[Generation]:

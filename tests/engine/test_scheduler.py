@@ -12,6 +12,9 @@ from tiny_heads import TARGET as DEEP
 from tiny_heads import eagle_tensors, specforge
 
 from tutorial_lib.api import LLM
+from tutorial_lib.backends.torch_drafters import refuse_unsupported
+from tutorial_lib.backends.trtllm import calls
+from tutorial_lib.backends.trtllm.support import refuse_own_options
 from tutorial_lib.config import (
     EagleDecodingConfig,
     KvCacheConfig,
@@ -305,6 +308,22 @@ def test_a_schedule_is_kept_sorted():
     assert list(NGramDecodingConfig(draft_len_schedule={8: 0, 1: 4, 4: 2}).draft_len_schedule.items()) == [
         (1, 4), (4, 2), (8, 0),
     ]  # fmt: skip
+
+
+def test_the_schedule_reaches_those_who_know_it_and_the_others_refuse_it():
+    config = NGramDecodingConfig(max_draft_len=4, draft_len_schedule={8: 0, 1: 4})
+    new, old = calls.Version(1, 2, "1.2.1"), calls.Version(1, 1, "1.1.0")
+    refuse_own_options(config, new, "pytorch")
+    call = calls.drafting_config(new, config)
+    assert call["kwargs"]["draft_len_schedule"] == {1: 4, 8: 0} and calls.reasons(call)["draft_len_schedule"]
+    for refuse in (
+        lambda: refuse_own_options(config, old, "pytorch"),
+        lambda: refuse_own_options(config, new, "engine"),
+        lambda: refuse_unsupported(config, "cuda"),
+    ):
+        with pytest.raises(OptionError, match="draft_len_schedule"):
+            refuse()
+    refuse_unsupported(config, "cpu")
 
 
 # ---- several readers of one engine ----------------------------------------------------------------------------------

@@ -64,6 +64,7 @@ class Request:
     finish_reason: str = ""
     stop_reason: int | str | None = None
     is_simulated: bool = False
+    cached_tokens: int = 0
     is_cancelled: bool = False
     is_reading: bool = False
     computed: int = 0
@@ -101,6 +102,7 @@ class Request:
             logprobs=None if self.logprobs is None else list(self.logprobs),
             stop_reason=self.stop_reason,
             is_simulated=self.is_simulated,
+            cached_tokens=self.cached_tokens,
         )
 
 

@@ -59,6 +59,8 @@ class Scheduler:
             request.slot, request.holding, request.computed = self.free.pop(), holding, holding.reused
             request.features = [] if holding.prefix is None else [holding.prefix]
             request.is_reading = True
+            if not request.output_ids:
+                request.cached_tokens = holding.reused
             self.running.append(request)
 
     def decoding(self, positions: Callable[[Request], int]) -> list[Request]:
