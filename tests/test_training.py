@@ -216,6 +216,58 @@ def test_time_limit_keeps_what_is_written(target, monkeypatch):
         generate_corpus(target, settings, seconds=1, documents=1)
 
 
+def test_openers_may_be_short_and_of_one_kind(target):
+    """The demonstration on a CPU: answers begin soon, so a busy machine has some too when the time is up."""
+    settings, _, options = training.recipe(["draft"], "cpu", 60.0)
+    assert options["draft"]["seconds"] == 30.0 and settings.is_distinct
+    writer = corpus_module._Writer(target, dataclasses.replace(settings, rows=1), None, "cpu", torch.float32, 0)
+    openers = list(iter(writer._opener, None))  # until none is left
+    assert {(o.category, o.is_complete, o.is_chat) for o in openers} == {(c, True, True) for c in settings.categories}
+    assert max(len(o.text) for o in openers) <= settings.max_opener < 200
+    assert len({o.source for o in openers}) == len(openers) > 60
+    assert writer._draw(3) == []
+    writer.settings = dataclasses.replace(settings, max_opener=1)
+    writer.taken.clear()
+    with pytest.raises(OptionError, match="at most 1 characters.*raise max_opener"):
+        writer._opener()
+
+
+def test_a_corpus_of_distinct_openers_ends_with_them(target):
+    settings = CorpusSettings(rows=8, length=80, complete_share=1.0, plain_share=1.0, is_distinct=True)
+    found = generate_corpus(target, settings, documents=100, say=lambda line: None)
+    assert found.documents == len(PLAIN)
+
+
+class Steps:
+    """A clock for steps that take `seconds[number of threads]`."""
+
+    def __init__(self, seconds):
+        self.seconds, self.now = seconds, 0.0
+
+    def __call__(self):
+        self.now += self.seconds[torch.get_num_threads()]
+        return self.now
+
+
+@pytest.mark.parametrize(("one", "all_of_them", "kept"), [(0.1, 3.0, 1), (0.2, 0.1, 4), (0.1, 0.12, 1)])
+def test_a_loop_keeps_the_number_of_threads_that_is_faster(one, all_of_them, kept):
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        with corpus_module.Threads(is_tried=True, clock=Steps({1: one, 4: all_of_them})) as threads:
+            used = []
+            for _ in range(12):
+                threads.before_step()
+                used.append(torch.get_num_threads())
+        assert set(used[6:]) == {kept} and torch.get_num_threads() == 4
+        assert used.count(4) <= 1 or all_of_them < 1.5 * one  # one bad step is enough
+        with corpus_module.Threads(is_tried=False) as threads:
+            threads.before_step()
+            assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_largest_equals_topk():
     logits = torch.randn(7, 64 * 80)
     values, ids = corpus_module._largest(logits, 64)

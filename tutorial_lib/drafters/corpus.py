@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from ..engine.model import ModelConfig, pack, rotary_table
 from ..errors import ModelError, OptionError
 from ..models import Checkpoint, load_tokenizer
-from .openers import draw_opener
+from .openers import Opener, draw_opener
 
 TOP = 16  # target candidates kept per position: what a drafter learns from
 SAMPLED_FROM = 64  # candidates a sampled token is drawn from
@@ -140,6 +140,41 @@ def greedy_texts(
     return answers
 
 
+class Threads:
+    """One thread or all of them for the steps of a loop on a processor, whichever is faster in its first steps.
+
+    Threads that wait for each other lose more than they win where other programs want the same cores. Results differ in
+    rounding, so a loop that must come out the same twice does not try (is_tried). `with` puts the number back.
+    """
+
+    def __init__(self, *, is_tried: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self.before, self.clock = torch.get_num_threads(), clock
+        self.plan = [1, 1, 1, self.before, self.before] if is_tried and self.before > 1 else []
+        self.step, self.since = 0, 0.0
+        self.took: dict[int, float] = {}  # the faster step of each number
+
+    def __enter__(self) -> Threads:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_num_threads(self.before)
+
+    def before_step(self) -> None:
+        """To be called before every step of the loop."""
+        if self.step > len(self.plan) or not self.plan:
+            return
+        now, count = self.clock(), torch.get_num_threads()
+        if self.step > 1:  # the very first step warms up
+            self.took[count] = min(self.took.get(count, now - self.since), now - self.since)
+        if self.step > 3 and self.took[self.before] > 1.5 * self.took[1]:
+            self.step = len(self.plan)  # clear enough
+        if self.step == len(self.plan):
+            torch.set_num_threads(min(self.took, key=lambda n: self.took[n]))
+        else:
+            torch.set_num_threads(self.plan[self.step])
+        self.step, self.since = self.step + 1, now
+
+
 # ---------------------------------------------------------------------------------------------------------- the corpus
 
 
@@ -217,8 +252,11 @@ class CorpusSettings:
     """How the target is made to talk: `rows` documents at a time, none longer than `length` tokens.
 
     Answers are greedy in `greedy_share` of the documents and else sampled at a temperature from the given range, users'
-    turns always. max_user, max_answer: tokens per turn. complete_share, plain_share: see `openers.draw_opener`.
-    follow_up_share: chance of one more user's turn after an answer that ended early enough.
+    turns always. max_user, max_answer: tokens per turn. complete_share, plain_share, categories: see
+    `openers.draw_opener`; max_opener: characters of an opener, longer ones are drawn anew (None: all are taken).
+    is_distinct: no two documents begin with the same opener in different words, so that what is held out of a small
+    corpus is not known in all but a name; the corpus ends when none is left. follow_up_share: chance of one more user's
+    turn after an answer that ended early enough.
     """
 
     rows: int = 6144
@@ -231,6 +269,9 @@ class CorpusSettings:
     max_answer: int = 288
     complete_share: float = 0.45
     plain_share: float = 0.06
+    categories: tuple[str, ...] = ()
+    max_opener: int | None = None
+    is_distinct: bool = False
     follow_up_share: float = 0.35
 
 
@@ -252,14 +293,16 @@ def generate_corpus(
     settings = settings or CorpusSettings()
     start, next_word = time.monotonic(), 0.0
     writer = _Writer(target, settings, documents, device, dtype, seed)
-    while writer.begin_rows() and (seconds is None or time.monotonic() - start < seconds):
-        for _ in range(16):  # between two looks at the clock and at the rows that have ended
-            writer.step()
-        writer.collect(~writer.is_open)
-        passed = time.monotonic() - start
-        if passed > next_word:
-            say(f"corpus: {writer.written:,} tokens in {passed:.0f} s")
-            next_word = passed + 30
+    with Threads(is_tried=device == "cpu" and seconds is not None) as threads:
+        while writer.begin_rows() and (seconds is None or time.monotonic() - start < seconds):
+            for _ in range(16):  # between two looks at the clock and at the rows that have ended
+                threads.before_step()
+                writer.step()
+            writer.collect(~writer.is_open)
+            passed = time.monotonic() - start
+            if passed > next_word:
+                say(f"corpus: {writer.written:,} tokens in {passed:.0f} s")
+                next_word = passed + 30
     writer.collect(writer.is_busy)
     return Corpus.join(writer.parts)
 
@@ -291,6 +334,7 @@ class _Writer:
         self.limits = torch.tensor([0, settings.max_user, settings.max_answer], device=device)
         self.parts: list[Corpus] = []
         self.written = 0
+        self.taken: set[str] = set()  # sources of openers
 
         def zeros(*shape: int, dtype: torch.dtype = torch.long) -> torch.Tensor:
             return torch.zeros(rows, *shape, dtype=dtype, device=device)
@@ -313,6 +357,8 @@ class _Writer:
             self.documents_left -= len(idle)
         if len(idle):
             begun = self._draw(len(idle))
+            idle = idle[: len(begun)]
+        if len(idle):
             forced = torch.full((len(idle), self.forced.shape[1]), -1)
             for line, beginning in zip(forced, begun, strict=True):
                 line[: len(beginning.ids)] = torch.tensor(beginning.ids)
@@ -326,9 +372,26 @@ class _Writer:
             self.is_busy[idle] = self.is_open[idle] = True
         return len(idle) > 0 or bool(self.is_busy.any())
 
+    def _opener(self) -> Opener | None:
+        """An opener as the settings want it; None when every one has been taken that may be taken once."""
+        s = self.settings
+        for _ in range(1000):
+            opener = draw_opener(
+                self.rng, complete_share=s.complete_share, plain_share=s.plain_share, categories=s.categories
+            )
+            is_short = s.max_opener is None or len(opener.text) <= s.max_opener
+            if is_short and not (s.is_distinct and opener.source in self.taken):
+                self.taken.add(opener.source)
+                return opener
+        if self.taken:
+            return None
+        raise OptionError(f"no opener of at most {s.max_opener} characters was found", "some", "raise max_opener")
+
     def _draw(self, count: int) -> list[_Beginning]:
         rng, s, template = self.rng, self.settings, self.template
-        openers = [draw_opener(rng, complete_share=s.complete_share, plain_share=s.plain_share) for _ in range(count)]
+        openers = [opener for opener in (self._opener() for _ in range(count)) if opener is not None]
+        if not openers:
+            return []
         texts = self.tokenizer([o.text for o in openers], add_special_tokens=False)["input_ids"]
         begun = []
         for opener, ids in zip(openers, texts, strict=True):

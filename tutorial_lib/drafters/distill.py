@@ -21,7 +21,7 @@ from torch import nn
 from ..errors import OptionError
 from ..models import Checkpoint
 from .acceptance import Text, held_out_texts
-from .corpus import ANSWER, FORCED, USER, Corpus, Say, choose_shortlist
+from .corpus import ANSWER, FORCED, USER, Corpus, Say, Threads, choose_shortlist
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,30 +128,35 @@ def fit(
     optimizers = _optimizers(every, settings)
     start, next_measure, steps = time.monotonic(), 0.0, 0
     recent: list[list[torch.Tensor]] = [[] for _ in students]
-    for batch in examples.batches():
-        seconds = time.monotonic() - start
-        progress = steps / settings.steps if settings.steps else seconds / (settings.seconds or 1)
-        if progress >= next_measure or progress >= 1:
-            next_measure += measure_every
-            for one, losses in zip(trained, recent, strict=True):
-                one.steps, one.seconds = steps, seconds
-                one.curve.append(_measure(one, texts, losses, say))
-                losses.clear()
-            if progress >= 1:
-                break
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = settings.learning_rate * _schedule(progress, settings.warmup_share)
-        if look is not None:
-            batch = Batch(batch.tokens, batch.where, batch.labels, batch.probs, states=look(batch.tokens, batch.group))
-        for student, losses in zip(students, recent, strict=True):
-            loss = student.loss(batch)
-            loss.backward()
-            losses.append(loss.detach())
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        steps += 1
+    is_tried = not corpus.tokens.is_cuda and settings.seconds is not None
+    with Threads(is_tried=is_tried) as threads:
+        for batch in examples.batches():
+            seconds = time.monotonic() - start
+            progress = steps / settings.steps if settings.steps else seconds / (settings.seconds or 1)
+            if progress >= next_measure or progress >= 1:
+                next_measure += measure_every
+                for one, losses in zip(trained, recent, strict=True):
+                    one.steps, one.seconds = steps, seconds
+                    one.curve.append(_measure(one, texts, losses, say))
+                    losses.clear()
+                if progress >= 1:
+                    break
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = settings.learning_rate * _schedule(progress, settings.warmup_share)
+            threads.before_step()
+            if look is not None:
+                batch = Batch(
+                    batch.tokens, batch.where, batch.labels, batch.probs, states=look(batch.tokens, batch.group)
+                )
+            for student, losses in zip(students, recent, strict=True):
+                loss = student.loss(batch)
+                loss.backward()
+                losses.append(loss.detach())
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            steps += 1
     return trained
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -145,12 +146,14 @@ _SLOT = re.compile(r"\{(\w+)\}")
 
 @dataclass(frozen=True)
 class Opener:
-    """One beginning. is_complete: the user's turn ends with it. is_chat: False for text without a chat template."""
+    """One beginning. is_complete: the user's turn ends with it. is_chat: False for text without a chat template.
+    source: what it was made from, before its slots were filled."""
 
     category: str
     text: str
     is_complete: bool
     is_chat: bool
+    source: str
 
 
 @dataclass(frozen=True)
@@ -182,16 +185,23 @@ def count_openers() -> int:
     return sum(len(texts) for pool in pools for texts in pool.values()) + len(PLAIN)
 
 
-def draw_opener(rng: random.Random, *, complete_share: float = 0.25, plain_share: float = 0.06) -> Opener:
-    """A random beginning with its slots filled."""
+def draw_opener(
+    rng: random.Random,
+    *,
+    complete_share: float = 0.25,
+    plain_share: float = 0.06,
+    categories: Sequence[str] = (),
+) -> Opener:
+    """A random beginning with its slots filled; categories: of chats, all of them where none is named."""
     roll = rng.random()
     if roll < plain_share:
-        return Opener("plain", _fill(rng.choice(PLAIN), rng), True, False)
+        text = rng.choice(PLAIN)
+        return Opener("plain", _fill(text, rng), True, False, text)
     is_complete = roll < plain_share + complete_share
-    categories = tables().categories if is_complete else sorted(STARTS)
-    category = rng.choices(categories, [WEIGHTS.get(name, 1.0) for name in categories])[0]
+    choices = categories or (tables().categories if is_complete else sorted(STARTS))
+    category = rng.choices(choices, [WEIGHTS.get(name, 1.0) for name in choices])[0]
     text = _request(category, rng) if is_complete else rng.choice(STARTS[category])
-    return Opener(category, _fill(text, rng).rstrip(" "), is_complete, True)
+    return Opener(category, _fill(text, rng).rstrip(" "), is_complete, True, text)
 
 
 def _request(category: str, rng: random.Random) -> str:

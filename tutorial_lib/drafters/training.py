@@ -308,9 +308,10 @@ def recipe(
     """What `seconds` on `device` are spent on: corpus settings, seconds for the corpus, options for each training
     ("draft", "heads").
 
-    On a GPU it is how the shipped weights were made. On a CPU it is a demonstration: complete requests, short greedy
-    answers, and a draft model of two layers, the target's first (a few hundred steps gain most from layers that already
-    fit together).
+    On a GPU it is how the shipped weights were made. On a CPU it is a demonstration that half a minute of one core must
+    suffice for: short complete requests of two kinds (of such text a few thousand tokens already teach something),
+    few rows, short greedy answers, a small shortlist, and a draft model of two layers, the target's first (a hundred
+    steps gain most from layers that already fit together).
     """
     is_cuda, common, options = device.startswith("cuda"), dict[str, Any](), dict[str, dict[str, Any]]()
     shares = SHARES["cuda" if is_cuda else "cpu"]
@@ -325,11 +326,19 @@ def recipe(
         }
     else:
         settings = CorpusSettings(
-            rows=48, length=160, greedy_share=1.0, complete_share=1.0, plain_share=0.0, follow_up_share=0.0
+            rows=32,
+            length=128,
+            greedy_share=1.0,
+            complete_share=1.0,
+            plain_share=0.0,
+            categories=("code", "mathematics"),
+            max_opener=160,
+            is_distinct=True,
+            follow_up_share=0.0,
         )
-        common = {"shortlist_size": shortlist or 2048, "tokens_per_step": 384, "optimizer": "adamw"}
+        common = {"shortlist_size": shortlist or 1024, "tokens_per_step": 384, "optimizer": "adamw"}
         options = {
-            "draft": {"init_layers": tuple(range(layers or 2)), "learning_rate": 2e-3},
+            "draft": {"init_layers": tuple(range(layers or 2)), "learning_rate": 2e-3, "hard_share": 0.3},
             "heads": {"learning_rate": 1e-3, "hard_share": 0.5},
         }
     wanted = {"heads" if kind in heads else "draft" for kind in kinds}
@@ -343,7 +352,7 @@ def main(
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     minutes: Annotated[float, typer.Option(help="time for the corpus and all training together")] = 1.0,
     layers: Annotated[int, typer.Option(help="layers of the draft model; 0: 2 on a CPU, 4 on a GPU")] = 0,
-    shortlist: Annotated[int, typer.Option(help="head rows of the drafter; 0: 2048 on a CPU, 8192 on a GPU")] = 0,
+    shortlist: Annotated[int, typer.Option(help="head rows of the drafter; 0: 1024 on a CPU, 8192 on a GPU")] = 0,
     intermediate: Annotated[int, typer.Option(help="neurons of the EAGLE-3 head's MLP; 0: as the target's")] = 0,
     prompts: Annotated[bool, typer.Option(help="measure on the bundled prompts too (minutes on a CPU)")] = False,
     seed: Annotated[int, typer.Option(help="of the openers, the sampling and the training")] = 0,
