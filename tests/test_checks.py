@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from tutorial_lib.engine import verify
@@ -32,7 +34,28 @@ def leading_run(drafted, argmax):
     return n
 
 
+def emitted_by_round(match, k, bonus=1):
+    emitted, at = [], 0
+    while at < len(match):
+        lead = 0
+        while lead < k and at + lead < len(match) and match[at + lead]:
+            lead += 1
+        step = min(lead + 1, len(match) - at)
+        emitted.append(step - 1 + bonus)
+        at += step
+    return emitted
+
+
+def most_frequent(paths, nodes, is_beginning=True):
+    counts = Counter()
+    for path in paths:
+        counts.update(path[:end] for end in range(1 if is_beginning else len(path), len(path) + 1))
+    return sorted(counts, key=lambda path: (-counts[path], len(path), path))[:nodes]
+
+
 RIGHT = {
+    checks.test_walk_rounds: emitted_by_round,
+    checks.test_best_tree: most_frequent,
     checks.test_accept_greedy: lambda d, a: d[: leading_run(d, a)] + [a[leading_run(d, a)]],
     checks.test_tree_depths: depths,
     checks.test_accept_tree: walk,
@@ -45,6 +68,10 @@ RIGHT = {
 }
 
 WRONG = [
+    (checks.test_walk_rounds, lambda m, k: emitted_by_round(m, k, bonus=0), "bonus token is missing"),
+    (checks.test_walk_rounds, lambda m, k: [1 + is_right for is_right in m], "per round, not per token"),
+    (checks.test_best_tree, lambda paths, n: most_frequent(paths, n, is_beginning=False), "needs its parent"),
+    (checks.test_best_tree, lambda paths, n: most_frequent(paths, n + 1), "nodes was asked for"),
     (checks.test_accept_greedy, lambda d, a: d[: leading_run(d, a)], "bonus token is missing"),
     (
         checks.test_accept_greedy,

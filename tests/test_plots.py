@@ -197,6 +197,20 @@ def test_acceptance_of_many_methods_names_the_ends_of_the_first_position():
     assert shown == "The first draft token is accepted in 80% (suffix lookup) down to 30% (n-gram lookup) of the drafts"
 
 
+def test_training_names_what_was_won_and_shows_both_panels():
+    points = [
+        {"step": 0, "seconds": 0.0, "loss": None, "agreement": 0.02, "acceptance_length": 1.03},
+        {"step": 80, "seconds": 20.2, "loss": 1.1, "agreement": 0.37, "acceptance_length": 1.5},
+    ]
+    figure = plots.plot_training({"draft_target": points, "medusa": points}, "a <machine>")
+    assert "draft model from 1.03 to 1.50 tokens a round in 20 s; Medusa heads" in title(figure).replace("<br>", " ")
+    assert figure.layout.title.subtitle.text == "trained on a &lt;machine&gt;"
+    losses, lengths = figure.data[:2]
+    assert list(losses.y) == [None, 1.1] and list(lengths.y) == [1.03, 1.5] and lengths.line.color == "#0072B2"
+    assert [trace.showlegend for trace in figure.data] == [False, True, False, True]
+    assert title(plots.plot_training({}, "x")) == "Nothing was trained"
+
+
 def test_methods_by_category_are_rows_with_the_fastest_on_top_and_the_same_columns():
     figure = plots.plot_methods_by_category(many_runs())
     assert [trace.name for trace in figure.data] == ["EAGLE-3 chain", "draft model", "n-gram lookup"]

@@ -8,16 +8,25 @@ from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from test_measure import PROMPTS, Clock, FakeLLM
 from test_plots import record
 
 from tutorial_lib.bench.methods import METHODS, trace_methods
 from tutorial_lib.config import PROFILES
+from tutorial_lib.drafters.corpus import Corpus
 from tutorial_lib.errors import ModelError, OptionError
 from tutorial_lib.results import Generation, Round
 from tutorial_lib.show import plots
+from tutorial_lib.show.documents import documents_html, pieces
 from tutorial_lib.show.methods import Pages, telling_round
-from tutorial_lib.show.pictures import PICTURES, mask_picture, method_picture, tree_picture
+from tutorial_lib.show.pictures import (
+    PICTURES,
+    mask_picture,
+    method_picture,
+    training_time_test_picture,
+    tree_picture,
+)
 
 TREE = Round((10, 11, 12, 13), 2, (10, 13, 9), 0.01, 0.02, 0.1, (-1, -1, 0, 0), (0, 3))
 
@@ -47,6 +56,26 @@ def test_pictures_are_whole_have_a_text_and_load_nothing(method):
     for rect in root.iter("{http://www.w3.org/2000/svg}rect"):
         assert 0 <= float(rect.get("x")) and float(rect.get("x")) + float(rect.get("width")) <= width
         assert 0 <= float(rect.get("y")) and float(rect.get("y")) + float(rect.get("height")) <= height
+
+
+def test_training_time_test_reads_own_states_after_the_first_step():
+    root = ElementTree.fromstring(training_time_test_picture())
+    words = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert "f(the)" in words and "g1(cat)" in words and "g2(sat)" in words and "g1(the)" not in words[:12]
+    width, height = map(float, root.get("viewBox").split()[2:])
+    for rect in root.iter("{http://www.w3.org/2000/svg}rect"):
+        assert float(rect.get("x")) + float(rect.get("width")) <= width and float(rect.get("y")) + 30 <= height
+
+
+def test_documents_of_a_corpus_show_who_wrote_and_are_escaped():
+    tokens, kinds = torch.tensor([1, 2, 3, 4, 5]), torch.tensor([0, 0, 2, 2, 2], dtype=torch.uint8)
+    top = torch.zeros(5, 16)
+    corpus = Corpus(tokens, kinds, top, top, torch.tensor([0, 3, 5]), torch.zeros(2))
+    words = Words({1: "<b>", 2: "say", 3: "<script>", 4: "a", 5: "b"})
+    found = [pieces(corpus, document, words) for document in (0, 1)]
+    assert found == [[("given", "<b>say"), ("answer", "<script>")], [("answer", "ab")]]
+    shown = documents_html(found)
+    assert "<script>" not in shown and "&lt;script&gt;" in shown and "target as user" not in shown
 
 
 def test_a_real_tree_shows_the_accepted_branch_and_keeps_siblings_apart():

@@ -113,6 +113,66 @@ def test_accept_tree(fn: Callable[[Sequence[int], Sequence[int], Sequence[int]],
     return _check("accept_tree", run, "one branch is walked, and the target's next choice is the bonus token")
 
 
+def test_walk_rounds(fn: Callable[[Sequence[bool], int], Any]) -> bool:
+    """`fn(match, K)`: the tokens that every greedy round emits over a known text. match[i]: after token i the drafter's
+    first choice is token i + 1; token 0 is there already."""
+    cases = [
+        (
+            [True, True, False, True, False],
+            2,
+            "A round takes the leading run of agreements, at most K, and one token more",
+        ),
+        ([True] * 7, 2, "K drafted tokens and the bonus token: K + 1, then the next round begins"),
+        ([False] * 3, 4, "With nothing accepted a round still emits the target's own token"),
+        ([True] * 4, 8, "The text ends: the last round emits what is left"),
+        ([], 3, "A text of one token needs no round"),
+    ]
+
+    def run() -> None:
+        for match, k, hint in cases:
+            expected, at = [], 0
+            while at < len(match):
+                lead = next(
+                    (n for n, is_right in enumerate(match[at : at + k]) if not is_right), len(match[at : at + k])
+                )
+                expected.append(min(lead + 1, len(match) - at))
+                at += expected[-1]
+            got = [int(count) for count in _call(fn, list(match), k)]
+            if got == [n - 1 for n in expected] and expected:
+                hint = "The bonus token is missing: every round emits one token of the target's own"
+            elif len(got) == len(match) > len(expected):
+                hint = "One entry per round, not per token: a round jumps over what it has emitted"
+            if got != expected:
+                raise _wrong(f"walk_rounds({match}, {k})", got, expected, hint + ".")
+
+    return _check("walk_rounds", run, "the sum over the rounds, divided by their number, is the acceptance length")
+
+
+def test_best_tree(fn: Callable[[Sequence[tuple[int, ...]], int], Any]) -> bool:
+    """`fn(paths, nodes)`: the `nodes` beginnings of paths that occur most often. A path: the ranks (0: first choice)
+    that the drafter gave to the tokens that did come."""
+    cases: list[tuple[list[tuple[int, ...]], int, list[tuple[int, ...]]]] = [
+        ([(0, 0), (0, 0), (0, 1), (1, 0), (0, 0)], 2, [(0,), (0, 0)]),
+        ([(0, 3), (0, 2), (1, 0), (1, 0), (1, 0), (0, 5), (0, 4)], 3, [(0,), (1,), (1, 0)]),
+        ([(2, 0), (2, 0), (2, 1), (0, 0)], 1, [(2,)]),
+    ]
+
+    def run() -> None:
+        for paths, nodes, expected in cases:
+            got = sorted(tuple(int(rank) for rank in path) for path in _call(fn, list(paths), nodes))
+            hint = "Count every beginning of every path, take the most frequent"
+            if len(got) != nodes:
+                hint = f"A tree of {nodes} nodes was asked for"
+            elif any(path[:-1] and path[:-1] not in got for path in got):
+                hint = "A node needs its parent: count the beginnings (0,), (0, 0), … and not whole paths alone"
+            if got != sorted(expected):
+                raise _wrong(f"best_tree({paths}, {nodes})", got, sorted(expected), hint + ".")
+
+    return _check(
+        "best_tree", run, "the most frequent beginnings are a tree by themselves: none is rarer than its child"
+    )
+
+
 def test_acceptance_probability(fn: Callable[[float, float], float]) -> bool:
     """`fn(p, q)` is the probability that a token drafted with probability q and wanted with probability p stays."""
 

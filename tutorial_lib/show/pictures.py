@@ -282,6 +282,38 @@ PICTURES: dict[str, Callable[[Drawing], str]] = {
 }
 
 
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+def training_time_test_picture(steps: int = 3) -> str:
+    """How EAGLE-3 is unrolled in training: each step after the first reads the layer's own states of the one before."""
+    d = Drawing(method_style("eagle3").color)
+    left, width = 150, 82
+    texts = ("the", "cat", "sat", "on", "the", "mat")
+    d.words(16, 34, "the target's text", size=12)
+    d.tokens(left, 16, texts, width=width, fill=PALE)
+    # tokens are `width` wide with 6 between them: columns of the picture
+    gap = width + 6
+    for step in range(1, steps + 1):
+        y = 26 + step * 62
+        d.words(16, y + 4, f"step {step}", bold=True)
+        d.words(16, y + 20, "the target's states" if step == 1 else "own states", size=11)
+        for i in range(step - 1, len(texts) - 1):
+            x = left + i * gap
+            if step == 1:
+                d.box(x, y - 12, width, f"f({texts[i]})", height=30, fill=GOLD)
+            else:
+                d.arrow(x - gap + width / 2, y - 44, x + width / 2 - 6, y - 14)
+                d.box(x, y - 12, width, f"g{step - 1}({texts[i]})", height=30, line=d.color)
+    y = 26 + steps * 62 + 46
+    d.words(left, y, "every box reads the next token too, and must name the one after: a loss in each", size=12)
+    return d.svg(
+        int(y + 14),
+        "Training-time test: step one reads the target's hidden states, each later step the layer's own states of the "
+        "step before, one token further on; every step learns the token that the target chose.",
+    )
+
+
 # ---- a real tree -----------------------------------------------------------------------------------------------------
 
 

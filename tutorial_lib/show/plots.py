@@ -529,6 +529,46 @@ def plot_acceptance_of(run: Record) -> go.Figure:
     return figure.update_annotations(font={"size": 13})
 
 
+# --- how a drafter was trained --------------------------------------------------------------------------------------
+
+
+def plot_training(curves: Mapping[str, Sequence[Mapping[str, Any]]], machine: str) -> go.Figure:
+    """Training loss and held-out acceptance over the time of training. curves: method -> the points that a training
+    (`Trained.curve`) or a card (`training.curve`) holds; a first point without a loss is the untrained drafter."""
+    headings = ["training loss", "held-out acceptance length"]
+    figure = make_subplots(rows=1, cols=2, subplot_titles=headings, horizontal_spacing=0.14)
+    findings = []
+    for method, points in curves.items():
+        look = _line_look({"method": method, "backend": "torch"})
+        label = method_style(method).label
+        for column, name in ((1, "loss"), (2, "acceptance_length")):
+            figure.add_scatter(
+                x=[point["seconds"] for point in points],
+                y=numbers(point[name] for point in points),
+                name=label,
+                legendgroup=method,
+                showlegend=column == 2,
+                customdata=[point["step"] for point in points],
+                hovertemplate="step %{customdata}, %{x:.0f} s<br>%{y:.2f}<extra>%{fullData.name}</extra>",
+                cliponaxis=False,
+                row=1,
+                col=column,
+                **look,
+            )
+        known = [(n, p["seconds"]) for p in points if (n := number(p["acceptance_length"])) is not None]
+        if len(known) > 1:
+            (first, _), (last, seconds) = known[0], known[-1]
+            findings.append(f"{label} from {first:.2f} to {last:.2f} tokens a round in {seconds:.0f} s")
+    _layout(figure, "Training: " + "; ".join(findings) if findings else "Nothing was trained", [], height=420)
+    figure.update_layout(title_subtitle_text=f"trained on {html.escape(machine, quote=False)}", margin_t=150)
+    figure.update_layout(legend_y=-0.3)
+    figure.update_xaxes(title_text="seconds of training", rangemode="tozero")
+    figure.update_yaxes(title_text="cross-entropy (nats)", rangemode="tozero", row=1, col=1)
+    figure.update_yaxes(title_text="tokens a round", row=1, col=2)
+    figure.add_hline(y=1.0, line={"color": _MARK, "width": 2, "dash": "dot"}, row=1, col=2)
+    return figure.update_annotations(font={"size": 13})
+
+
 # --- many methods beside each other -------------------------------------------------------------------------------
 
 
