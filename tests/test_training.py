@@ -232,6 +232,14 @@ def test_openers_may_be_short_and_of_one_kind(target):
         writer._opener()
 
 
+def test_a_request_that_is_too_long_is_cut_before_the_template_goes_on(target):
+    settings = CorpusSettings(rows=1, length=400, complete_share=1.0, plain_share=0.0)
+    writer = corpus_module._Writer(target, settings, None, "cpu", torch.float32, 0)
+    begun = [beginning.ids for beginning in writer._draw(40)]
+    assert all(ids[-len(writer.template.to_answer) :] == writer.template.to_answer for ids in begun)
+    assert max(map(len, begun)) == 200 > min(map(len, begun))
+
+
 def test_a_corpus_of_distinct_openers_ends_with_them(target):
     settings = CorpusSettings(rows=8, length=80, complete_share=1.0, plain_share=1.0, is_distinct=True)
     found = generate_corpus(target, settings, documents=100, say=lambda line: None)

@@ -395,14 +395,17 @@ class _Writer:
         texts = self.tokenizer([o.text for o in openers], add_special_tokens=False)["input_ids"]
         begun = []
         for opener, ids in zip(openers, texts, strict=True):
+            room = s.length // 2
             if opener.is_chat:
-                ids = template.head + ids + (template.to_answer if opener.is_complete else [])
+                # what is too long loses its own end, never the template's words behind it
+                after = template.to_answer if opener.is_complete else []
+                ids = template.head + ids[: max(1, room - len(template.head) - len(after))] + after
             greedy, follow_ups = rng.random() < s.greedy_share, 0
             while opener.is_chat and rng.random() < s.follow_up_share:
                 follow_ups += 1
             begun.append(
                 _Beginning(
-                    ids[: s.length // 2],
+                    ids if opener.is_chat else ids[:room],
                     ANSWER if opener.is_complete else USER,
                     rng.uniform(*s.user_temperatures),
                     0.0 if greedy else rng.uniform(*s.answer_temperatures),

@@ -327,7 +327,7 @@ def recipe(
     else:
         settings = CorpusSettings(
             rows=32,
-            length=128,
+            length=144,
             greedy_share=1.0,
             complete_share=1.0,
             plain_share=0.0,
