@@ -24,9 +24,9 @@ TIME_BOX_S = 600  # minutes of slack for a busy machine; a lesson takes one to t
 # Less work than a reader's run, so that the suite stays within its time; every cell runs all the same.
 SMALLER = {
     "02_speculative_runs": {"max_tokens": 32, "draws": 5000, "repeats": 1},
-    "03_drafting_methods": {"max_tokens": 16, "bench_tokens": 12, "bench_categories": ["extraction", "code"]},
+    "03_drafting_methods": {"max_tokens": 12, "bench_tokens": 8, "bench_categories": ["extraction"]},
     "04_train_a_drafter": {"corpus_seconds": 30.0, "train_seconds": 30.0, "max_tokens": 24},  # it still must learn
-    "07_benchmark_plots": {"max_tokens": 16, "repeats": 2},
+    "07_benchmark_plots": {"max_tokens": 12, "repeats": 2},
 }
 PLOTLY = "application/vnd.plotly.v1+json"
 
