@@ -141,7 +141,7 @@ def test_medusa_drafts_what_the_slow_reference_does(target, tmp_path):
             logits = head @ slow_medusa(tensors, states[length - 2], len(path) - 1)
             at_rank = logits.sort(descending=True).values[path[-1]]
             assert abs(float(at_rank - logits[token])) < 0.05 * float(logits.std()), (length, path)
-        assert each.parents == DeviceTree(drafting.parents, "cpu").of_drafts
+        assert each.parents == drafting.tree.of_drafts
         length += len(each.emitted)
 
 
@@ -155,7 +155,7 @@ def test_a_tree_of_the_truth_is_accepted_along_its_path(target, monkeypatch):
 
     class Known:
         vocab_size, feature_layers = target.config.vocab_size, ()
-        parents = (-1, *(place[tuple(path[:-1])] for path in CHOICES))
+        tree = DeviceTree((-1, *(place[tuple(path[:-1])] for path in CHOICES)), "cpu")
         wanted, rounds = [(0, 0, 1), (1, 0), (2,), (), (0, 1), (0, 0, 0)], 0
 
         def take(self, *_): ...

@@ -71,7 +71,8 @@ class Outcome:
     """What verification found for one slot.
 
     path: indices into the draft's tokens that were accepted, in the order of the text (a chain: 0, 1, …). choices: the
-    target's most likely id after the root and after every draft token, len(tokens) + 1 of them. features: float
+    target's most likely id after the root and after every draft token that was verified: len(tokens) + 1 of them, or
+    fewer where the cache had no room for all and the draft was cut to its beginning. features: float
     [len(path) + 1, len(feature_layers) * H], the target's hidden states at the root and along the path; None if the
     drafter has no `feature_layers`.
     """

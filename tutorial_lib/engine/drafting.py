@@ -23,28 +23,10 @@ if TYPE_CHECKING:
 Take = Callable[[int, torch.Tensor], None]  # (first position, features [64, F * H])
 
 
-class Drafting(Protocol):
-    """vocab_size: ids from here on mean nothing to it and are read as id 0 (a guess costs speed only). parents: None
-    for a chain; of a tree's rows the row of each one's parent, the text's last token (row 0) having -1.
-    feature_layers: hidden states it wants of the target, as in `drafters.base`; they lie in `round.state.features`."""
-
-    vocab_size: int
-    parents: tuple[int, ...] | None
-    feature_layers: tuple[int, ...]
-
-    def take(self, prompt_ids: Sequence[int], table: torch.Tensor, slot: int) -> Take | None:
-        """What to do with each prefill step's features of a prompt; None if nothing."""
-
-    def begin(self, prompt_ids: Sequence[int], table: torch.Tensor, slot: int) -> None:
-        """A new request takes `slot`; `prompt_ids` is its text but for the last token, which `last` holds."""
-
-    def draft(self, round: RoundProgram) -> torch.Tensor | None:
-        """K tokens per sequence into `round.tokens[:, 1:]`; returns q float32 [B, K, V] if they were sampled."""
-
-
 class DeviceTree:
-    """A fixed tree over a round's rows, row 0 the root: parents and depths int32 [rows], and the mask that attention
-    takes. of_drafts: the same parents as `Round.parents` counts them."""
+    """A fixed tree over a round's rows, row 0 the text's last token. parents: the row of each row's parent, -1 for row
+    0. Here: parents and depths int32 [rows], the mask that attention takes, and `of_drafts`, the same parents as
+    `Round.parents` counts them."""
 
     def __init__(self, parents: Sequence[int], device) -> None:
         rows = len(parents)
@@ -67,6 +49,25 @@ class DeviceTree:
         return self._over[batch]
 
 
+class Drafting(Protocol):
+    """vocab_size: ids from here on mean nothing to it and are read as id 0 (a guess costs speed only). tree: None for
+    a chain. feature_layers: hidden states it wants of the target, as in `drafters.base`; they lie in
+    `round.state.features`."""
+
+    vocab_size: int
+    tree: DeviceTree | None
+    feature_layers: tuple[int, ...]
+
+    def take(self, prompt_ids: Sequence[int], table: torch.Tensor, slot: int) -> Take | None:
+        """What to do with each prefill step's features of a prompt; None if nothing."""
+
+    def begin(self, prompt_ids: Sequence[int], table: torch.Tensor, slot: int) -> None:
+        """A new request takes `slot`; `prompt_ids` is its text but for the last token, which `last` holds."""
+
+    def draft(self, round: RoundProgram) -> torch.Tensor | None:
+        """K tokens per sequence into `round.tokens[:, 1:]`; returns q float32 [B, K, V] if they were sampled."""
+
+
 class ModelDrafting:
     """A smaller model drafts a chain. head_ids: int64 [V_d], the target ids of its output rows, or None if row i is
     id i.
@@ -76,7 +77,7 @@ class ModelDrafting:
     the one before ended.
     """
 
-    parents: tuple[int, ...] | None = None
+    tree: DeviceTree | None = None
     feature_layers: tuple[int, ...] = ()
 
     def __init__(self, model: GpuModel, head_ids: torch.Tensor | None = None) -> None:
@@ -125,7 +126,7 @@ class ModelDrafting:
 class NGramDrafting:
     """Prompt lookup as `drafters.ngram` does it, over the round's own record of the text."""
 
-    parents: tuple[int, ...] | None = None
+    tree: DeviceTree | None = None
     feature_layers: tuple[int, ...] = ()
 
     def __init__(self, config: NGramDecodingConfig, vocab_size: int, stop_ids: Iterable[int], device) -> None:

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from ..drafters.base import Drafter, Outcome, SlotState
 from ..errors import DAMAGED_LOGITS, OptionError
 from ..results import Round
 from .device_sampling import SlotParams, accept_sampled, draw, probabilities, uniform
-from .drafting import DeviceTree, Drafting, ModelDrafting
+from .drafting import Drafting, ModelDrafting
 from .engine import Engine, Request, _arbitrary_ids, _median_s
 from .gpu_model import MAX_STEP_ROWS, PAGE, GpuModel, Taps, captured, compile_steps, seconds_of
 from .sampling import Purpose
@@ -103,7 +104,7 @@ class RoundProgram:
         def ints(*shape: int) -> torch.Tensor:
             return torch.zeros(*shape, dtype=torch.int32, device=device)
 
-        self.tree = None if drafting is None or drafting.parents is None else DeviceTree(drafting.parents, device)
+        self.tree = None if drafting is None else drafting.tree
         depth = self.tree.depth if self.tree is not None else 0
         self.parts = [6, batch, batch, batch * (k + 2), batch * depth]
         self.report = ints(sum(self.parts))
@@ -243,8 +244,8 @@ def forced_schedule(acceptance_length: float, max_draft_len: int, period: int = 
 
 
 class GpuEngine(Engine):
-    """`Engine` with its rounds on the device. A drafter is another `GpuModel`, or a host `Drafter` (n-gram), whose
-    rounds wait for the tokens of the round before."""
+    """`Engine` with its rounds on the device. What drafts is part of the round's graph (`Drafting`), or it runs on the
+    host (`Drafter`: suffix decoding), and a round waits for the tokens of the one before."""
 
     target: GpuModel  # type: ignore[assignment]
 
@@ -265,8 +266,9 @@ class GpuEngine(Engine):
         self.drafter, self.drafting = host_drafter, drafting
         self.max_slots, self.max_seq_len = max_slots, max_seq_len
         self.max_draft_len = max_draft_len if drafting is not None or host_drafter is not None else 0
-        if drafting is not None and drafting.parents is not None:
-            self.max_draft_len = len(drafting.parents) - 1  # every token of a tree takes a row
+        tree = None if drafting is None else drafting.tree
+        if tree is not None:
+            self.max_draft_len = len(tree.of_drafts)  # every token of a tree takes a row
         if self.max_draft_len >= MAX_STEP_ROWS:
             raise OptionError(f"max_draft_len is {self.max_draft_len}", f"at most {MAX_STEP_ROWS - 1} on the GPU path")
         self._most_active = min(max_slots, MAX_STEP_ROWS // (self.max_draft_len + 1))
@@ -280,19 +282,17 @@ class GpuEngine(Engine):
         )  # fmt: skip
         self._simulated = simulated_acceptance
         if simulated_acceptance is not None:
-            deepest = self.max_draft_len
-            if drafting is not None and drafting.parents is not None:
-                deepest = DeviceTree(drafting.parents, "cpu").depth
+            deepest = self.max_draft_len if tree is None else tree.depth
             schedule = forced_schedule(simulated_acceptance.acceptance_length, deepest)
             self.state.forced = torch.tensor(schedule, dtype=torch.int32, device=target.device)
-        self._programs: dict[tuple, RoundProgram] = {}
+        self._programs: dict[tuple[int, bool], RoundProgram] = {}
 
     # --------------------------------------------------------------------------------------------------------- programs
 
     def program(self, batch: int, *, is_sampled: bool = False) -> RoundProgram:
         """The round for a batch bucket, made (and on a GPU captured) at its first use."""
         bucket = next((b for b in BATCH_BUCKETS if batch <= b <= self._most_active), self._most_active)
-        key = (bucket, self.max_draft_len, is_sampled)
+        key = (bucket, is_sampled)
         if key not in self._programs:
             self._programs[key] = RoundProgram(
                 self.target,
@@ -494,9 +494,24 @@ class GpuEngine(Engine):
     def time_steps(self, rows: Sequence[int], context: int, repeats: int = 7) -> dict[int, float]:
         """Median seconds of one target pass, head and argmax included, by number of rows after `context` tokens: on a
         GPU out of a graph of several, so that starting a graph is no part of it."""
-        ids = _arbitrary_ids(self.target.config.vocab_size, context + max(rows))
-        times = {n: self._time_chain(self.target, ids, [n] * STEPS_PER_GRAPH, context, repeats) for n in rows}
-        return {n: seconds / STEPS_PER_GRAPH for n, seconds in times.items()}
+        model, most = self.target, max(rows)
+        compile_steps([(model, sorted(set(rows)))])
+        ids = _arbitrary_ids(model.config.vocab_size, context + most)
+        slot, table = self._idle_slot(context + most), self.state.table.clone()
+        table[slot] = self._spare_pages()
+        model.prefill(ids[:context], table, slot)
+        tokens, lengths, slots = (
+            torch.tensor(x, dtype=torch.int32, device=model.device) for x in (ids[context:], [context], [slot])
+        )
+        best = torch.empty(most, dtype=torch.int32, device=model.device)
+
+        def steps(count: int) -> None:
+            for _ in range(STEPS_PER_GRAPH):
+                logits = model.step(tokens[:count], table, lengths, slots, count)
+                model.ops.argmax(logits, best[:count], model.ops.pdl)
+
+        is_cuda = model.device.type == "cuda"
+        return {n: _graph_s(partial(steps, n), is_cuda, repeats) / STEPS_PER_GRAPH for n in rows}
 
     def time_draft(self, max_draft_len: int, context: int, repeats: int = 7) -> float:
         """Median seconds of what a round does before it verifies, for one request whose text is `context` tokens and
@@ -504,7 +519,7 @@ class GpuEngine(Engine):
         drafting, state = self.drafting, self.state
         if drafting is None:
             return super().time_draft(max_draft_len, context, repeats)
-        k = max_draft_len if drafting.parents is None else len(drafting.parents) - 1
+        k = max_draft_len if drafting.tree is None else len(drafting.tree.of_drafts)
         if drafting.feature_layers and k > self.max_draft_len:
             raise OptionError(f"{k} draft tokens are to be timed", f"at most {self.max_draft_len}, as this engine has")
         if isinstance(drafting, ModelDrafting):
@@ -521,27 +536,6 @@ class GpuEngine(Engine):
             return _graph_s(program.draft, state.length.is_cuda, repeats)
         finally:
             state.table[slot] = self.target.pages - 1
-
-    def _time_chain(
-        self, model: GpuModel, ids: Sequence[int], chain: Sequence[int], context: int, repeats: int
-    ) -> float:
-        """Median seconds of steps with these numbers of rows one after another, each after `context` tokens."""
-        device, most = model.device, max(chain)
-        compile_steps([(model, sorted(set(chain)))])
-        slot, table = self._idle_slot(context + most), self.state.table.clone()
-        table[slot] = self._spare_pages()
-        model.prefill(ids[:context], table, slot)
-        tokens = torch.tensor(ids[context : context + most], dtype=torch.int32, device=device)
-        lengths = torch.tensor([context], dtype=torch.int32, device=device)
-        slots = torch.tensor([slot], dtype=torch.int32, device=device)
-        best = torch.empty(most, dtype=torch.int32, device=device)
-
-        def steps() -> None:
-            for rows in chain:
-                logits = model.step(tokens[:rows], table, lengths, slots, rows)
-                model.ops.argmax(logits, best[:rows], model.ops.pdl)
-
-        return _graph_s(steps, device.type == "cuda", repeats)
 
     def _spare_pages(self) -> torch.Tensor:
         """Pages for one slot that no request holds."""

@@ -19,7 +19,7 @@ from ..config import EagleDecodingConfig, MedusaDecodingConfig
 from ..drafters.checkpoints import Eagle3Head, Matrix, MedusaHeads
 from ..drafters.medusa import choose_tree
 from ..errors import OptionError
-from .drafting import Take
+from .drafting import DeviceTree, Take
 from .gpu_model import MAX_STEP_ROWS, PAGE, GpuModel, Weight, captured, rotary_tables
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class EagleDrafting:
     goes on from the layer's own output.
     """
 
-    parents: tuple[int, ...] | None = None
+    tree: DeviceTree | None = None
 
     def __init__(self, head: Eagle3Head, target: GpuModel, *, max_sequences: int) -> None:
         device, shape, ops = target.device, head.shape, target.ops
@@ -188,7 +188,7 @@ class MedusaDrafting:
         self.feature_layers: tuple[int, ...] = (target.config.num_layers + 1,)
         self.target, depth = target, max(map(len, choices))
         place = {(): 0} | {path: row for row, path in enumerate(choices, start=1)}
-        self.parents: tuple[int, ...] | None = (-1, *(place[path[:-1]] for path in choices))
+        self.tree: DeviceTree | None = DeviceTree((-1, *(place[path[:-1]] for path in choices)), device)
         self.head_of = torch.tensor([len(path) - 1 for path in choices], device=device)
         self.rank_of = torch.tensor([path[-1] for path in choices], device=device)
         self.ranks = max(path[-1] for path in choices) + 1
