@@ -248,6 +248,15 @@ def greedy(model: Model, prompt: Sequence[int], count: int) -> list[int]:
     return ids
 
 
+def compare_with_a_fresh_prefill(model: Model, fresh: Model, state: SlotState) -> int:
+    """The cache of a request's slot against that of `fresh`, which reads the text anew; returns how many positions."""
+    known = len(state.token_ids) - 1
+    fresh.forward(state.token_ids[:known], [Segment(0, 0, known)])
+    ours, theirs = model.cache[:, state.slot, :, :known], fresh.cache[:, 0, :, :known]
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
+    return known
+
+
 def run(model, tokenizer, prompts, params=None, *, eos=(), drafter=None, k=0, **options):
     """One `Engine.generate` call on a fresh engine; `options` make the params where none are given."""
     params = params or SamplingParams(**options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 
@@ -11,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from stand_ins import model_of
+from tiny_corpus import in_transformers, small_corpus, talkative_target
 
 from tutorial_lib.config import EagleDecodingConfig, MedusaDecodingConfig, SamplingParams
 from tutorial_lib.drafters import training
@@ -25,7 +25,7 @@ from tutorial_lib.drafters.acceptance import (
     walk,
 )
 from tutorial_lib.drafters.base import SlotState
-from tutorial_lib.drafters.corpus import Corpus, CorpusSettings, generate_corpus, greedy_texts
+from tutorial_lib.drafters.corpus import Corpus, CorpusSettings, greedy_texts
 from tutorial_lib.drafters.distill import TrainingSettings
 from tutorial_lib.drafters.eagle import open_eagle
 from tutorial_lib.drafters.medusa import open_medusa
@@ -41,30 +41,20 @@ from tutorial_lib.drafters.train_heads import (
 from tutorial_lib.errors import ModelError, OptionError
 from tutorial_lib.models import resolve
 
-TINY = "dummy:llama-3.1-8b?layers=4&hidden=64&head_dim=16&heads=4&kv_heads=2&vocab=320&seed=3"
-
 
 @pytest.fixture(scope="module")
 def target():
-    found = resolve(TINY)
-    return dataclasses.replace(found, config={**found.config, "eos_token_id": list(range(257, 320))})
+    return talkative_target()
 
 
 @pytest.fixture(scope="module")
 def reference(target):
-    """The same weights in transformers, which nobody here wrote."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    model = LlamaForCausalLM(LlamaConfig(**target.config)).eval()
-    model.load_state_dict(dict(target.tensors("cpu", torch.float32)), strict=False)
-    model.tie_weights()
-    return model
+    return in_transformers(target)
 
 
 @pytest.fixture(scope="module")
 def corpus(target):
-    settings = CorpusSettings(rows=16, length=80, follow_up_share=0.6, max_answer=30)
-    return generate_corpus(target, settings, documents=80, seed=1, say=lambda line: None)
+    return small_corpus(target)
 
 
 def noisy(student, seed=0, size=0.05):

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from tiny_corpus import TINY, in_transformers, small_corpus, talkative_target
 
 from tutorial_lib.bench.prompts import Prompt, load_prompts
 from tutorial_lib.drafters import corpus as corpus_module
@@ -36,33 +37,22 @@ from tutorial_lib.drafters.openers import PLAIN, STARTS, draw_opener, tables
 from tutorial_lib.drafters.training import Text, TrainingSettings, acceptance_length, walk_rounds
 from tutorial_lib.embedded import SHIPPED_DRAFT, complete_draft
 from tutorial_lib.errors import OptionError
-from tutorial_lib.models import load_tokenizer, resolve
-
-TINY = "dummy:llama-3.1-8b?layers=4&hidden=64&head_dim=16&heads=4&kv_heads=2&vocab=320&seed=3"
+from tutorial_lib.models import load_tokenizer
 
 
 @pytest.fixture(scope="module")
 def target():
-    """A random Llama in which a fifth of all tokens ends a turn."""
-    found = resolve(TINY)
-    return dataclasses.replace(found, config={**found.config, "eos_token_id": list(range(257, 320))})
+    return talkative_target()
 
 
 @pytest.fixture(scope="module")
 def reference(target):
-    """The same weights in transformers, which nobody here wrote."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    model = LlamaForCausalLM(LlamaConfig(**target.config)).eval()
-    model.load_state_dict(dict(target.tensors("cpu", torch.float32)), strict=False)
-    model.tie_weights()
-    return model
+    return in_transformers(target)
 
 
 @pytest.fixture(scope="module")
 def corpus(target):
-    settings = CorpusSettings(rows=16, length=80, follow_up_share=0.6, max_answer=30)
-    return generate_corpus(target, settings, documents=80, seed=1, say=lambda line: None)
+    return small_corpus(target)
 
 
 @torch.inference_mode()

@@ -12,7 +12,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from stand_ins import PROMPTS, Around, AsTree, Pieces, TableModel, Trees, greedy, p_value, run, shuffled, tiny_model
+from stand_ins import (
+    PROMPTS,
+    Around,
+    AsTree,
+    Pieces,
+    TableModel,
+    Trees,
+    compare_with_a_fresh_prefill,
+    greedy,
+    p_value,
+    run,
+    shuffled,
+    tiny_model,
+)
 
 from tutorial_lib.config import NGramDecodingConfig, SamplingParams
 from tutorial_lib.drafters.base import Draft
@@ -169,10 +182,7 @@ def test_the_cache_equals_that_of_a_fresh_prefill_and_stale_rows_change_nothing(
 
     def compare_and_poison(states):
         for state in states:
-            known = len(state.token_ids) - 1
-            fresh.forward(state.token_ids[:known], [Segment(0, 0, known)])
-            ours, theirs = target.cache[:, state.slot, :, :known], fresh.cache[:, 0, :, :known]
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
+            known = compare_with_a_fresh_prefill(target, fresh, state)
             target.cache[:, state.slot, :, known:] = math.nan
             checked.append(known)
         target.cache[:, [s for s in range(target.max_slots) if s not in {x.slot for x in states}]] = math.nan

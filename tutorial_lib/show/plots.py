@@ -369,6 +369,25 @@ def plot_speedup(runs: Sequence[Record]) -> go.Figure:
     return _layout(figure, title, runs, y="speed-up of output throughput (×)")
 
 
+def _add_category_bars(
+    figure: go.Figure,
+    run: Record,
+    shown: Sequence[Record],
+    categories: Sequence[str],
+    speedups: Sequence[float | None],
+    **where: int,
+) -> None:
+    figure.add_bar(
+        x=[_words(c) for c in categories],
+        y=speedups,
+        name=label_of(run, shown),
+        marker=_bar_look(run),
+        **_bar_text(run, speedups, ".2f"),
+        hovertemplate="%{x}<br>%{y:.3f}×<extra>%{fullData.name}</extra>",
+        **where,
+    )
+
+
 def plot_speedup_by_category(runs: Sequence[Record]) -> go.Figure:
     """The same speed-up within each prompt category, best first; it may well be below 1.0×."""
     shown = _speculative(runs)
@@ -379,14 +398,7 @@ def plot_speedup_by_category(runs: Sequence[Record]) -> go.Figure:
     figure = go.Figure()
     for run in shown:
         values = [table[id(run)][c] for c in categories]
-        figure.add_bar(
-            x=[_words(c) for c in categories],
-            y=values,
-            name=label_of(run, shown),
-            marker=_bar_look(run),
-            **_bar_text(run, values, ".2f"),
-            hovertemplate="%{x}<br>%{y:.3f}×<extra>%{fullData.name}</extra>",
-        )
+        _add_category_bars(figure, run, shown, categories, values)
     _line_at_one(figure)
     known = [(value, c, run) for run in shown for c, value in table[id(run)].items() if value is not None]
     title = "No speed-up by category: the plain run or the categories are missing"
@@ -590,16 +602,7 @@ def plot_methods_by_category(runs: Sequence[Record]) -> go.Figure:
     )
     for number, (run, row) in enumerate(zip(shown, table, strict=True), start=1):
         values = [row.get(c) for c in categories]
-        figure.add_bar(
-            x=[_words(c) for c in categories],
-            y=values,
-            name=label_of(run, shown),
-            marker=_bar_look(run),
-            **_bar_text(run, values, ".2f"),
-            hovertemplate="%{x}<br>%{y:.3f}×<extra>%{fullData.name}</extra>",
-            row=number,
-            col=1,
-        )
+        _add_category_bars(figure, run, shown, categories, values, row=number, col=1)
         figure.add_hline(y=1.0, line={"color": _MARK, "width": 2, "dash": "dot"}, row=number, col=1)
     figure.update_annotations(x=0, xanchor="left", font={"size": 13})
     figure.update_layout(showlegend=False)
