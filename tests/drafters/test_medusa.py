@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from stand_ins import PROMPTS, greedy, run, tiny_model
@@ -21,7 +19,7 @@ from tiny_heads import (
 
 from tutorial_lib.config import MedusaDecodingConfig, SamplingParams
 from tutorial_lib.drafters.base import ROOT, Outcome, SlotState
-from tutorial_lib.drafters.medusa import best_tree, open_medusa
+from tutorial_lib.drafters.medusa import open_medusa
 from tutorial_lib.errors import OptionError
 
 CHOICES = ([0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 2])
@@ -148,46 +146,3 @@ def test_the_checkpoints_tree_is_the_default_and_heads_may_be_left_out(target, h
 def test_more_than_the_heads_have_is_refused(options, message, target, heads):
     with pytest.raises(OptionError, match=message):
         opened(target, heads, **options)
-
-
-# ---- the tree from measurements -------------------------------------------------------------------------------------
-
-SHARES = [[0.5, 0.2, 0.1], [0.4, 0.3], [0.3, 0.0]]
-
-
-def worth(tree, shares) -> float:
-    total = 0.0
-    for path in tree:
-        probability = 1.0
-        for depth, rank in enumerate(path):
-            probability *= shares[depth][rank]
-        total += probability
-    return total
-
-
-def test_the_best_tree_of_three_nodes_by_hand():
-    """0.5, then 0.2 (a child of the root) = 0.5 * 0.4 (a grandchild), then 0.15."""
-    assert best_tree(SHARES, 1) == ((0,),)
-    assert best_tree(SHARES, 3) == ((0,), (1,), (0, 0))
-    assert best_tree(SHARES, 4) == ((0,), (1,), (0, 0), (0, 1))
-
-
-@pytest.mark.parametrize("nodes", range(1, 7))
-def test_no_other_tree_accepts_more(nodes):
-    """Against every tree of that many nodes."""
-    paths = [p for d in (1, 2, 3) for p in itertools.product(*(range(len(SHARES[i])) for i in range(d)))]
-    trees = [t for t in itertools.combinations(paths, nodes) if all(len(p) == 1 or p[:-1] in t for p in t)]
-    best = max(worth(t, SHARES) for t in trees)
-    found = best_tree(SHARES, nodes)
-    assert len(found) == nodes and worth(found, SHARES) == pytest.approx(best)
-    assert MedusaDecodingConfig(medusa_choices=found).medusa_choices == found  # whole, and in order
-
-
-def test_ranks_that_were_never_right_are_left_out():
-    assert best_tree([[0.5, 0.0], [0.0]], 10) == ((0,),)
-
-
-@pytest.mark.parametrize(("shares", "nodes"), [([[0.5]], 0), ([[1.2]], 1), ([[0.7, 0.6]], 1), ([[-0.1]], 1)])
-def test_shares_that_are_none_are_refused(shares, nodes):
-    with pytest.raises(OptionError):
-        best_tree(shares, nodes)

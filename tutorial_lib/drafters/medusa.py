@@ -5,12 +5,11 @@ Head h reads the normed hidden state from which the target chose its latest toke
 behind that one. The heads know nothing of each other's guesses, so the tree is fixed: path (0, 2) is the first head's
 best token and behind it the second head's third best. All of it costs one product, whatever the depth.
 
-`best_tree` chooses the tree from how often each head was right with each rank.
+`acceptance.best_tree` chooses a tree from measured ranks.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 
 import torch
@@ -122,34 +121,3 @@ def _last(features: torch.Tensor | None) -> torch.Tensor:
     if features is None:
         raise RuntimeError("Medusa heads read the target's hidden states and were given none")
     return features[-1].clone()
-
-
-def best_tree(acceptance: Sequence[Sequence[float]], nodes: int) -> tuple[Path, ...]:
-    """The tree of `nodes` paths that accepts most tokens, if heads are right independently of each other.
-
-    acceptance: for every head the share of positions at which the token of each rank was the target's. A path's
-    probability is the product along it, and the expected number of accepted tokens is the sum over all paths; a child
-    is never likelier than its parent, so taking the likeliest path that is left, again and again, is the best there
-    is. Fewer nodes if the rest has probability 0. Raises `OptionError` for shares that are none.
-    """
-    if nodes < 1:
-        raise OptionError(f"nodes is {nodes}", "at least 1")
-    for head, shares in enumerate(acceptance):
-        if not all(0 <= share <= 1 for share in shares) or sum(shares) > 1 + 1e-6:
-            raise OptionError(
-                f"the shares of head {head} are {list(shares)}", "numbers of at least 0, together at most 1"
-            )
-    waiting: list[tuple[float, int, Path]] = []
-
-    def offer(path: Path, probability: float) -> None:
-        for rank, share in enumerate(acceptance[len(path)] if len(path) < len(acceptance) else ()):
-            if probability * share > 0:
-                heapq.heappush(waiting, (-probability * share, len(path) + 1, (*path, rank)))
-
-    offer((), 1.0)
-    chosen: list[Path] = []
-    while waiting and len(chosen) < nodes:
-        probability, _, path = heapq.heappop(waiting)
-        chosen.append(path)
-        offer(path, -probability)
-    return tuple(sorted(chosen, key=lambda path: (len(path), path)))
