@@ -104,3 +104,14 @@ def test_revision_says_when_files_were_changed(monkeypatch):
     assert results._git_revision() == "abc123-dirty"
     answers["ls-files"] = None
     assert results._git_revision() is None
+
+
+def test_an_archive_of_a_commit_tells_its_revision(tmp_path, monkeypatch):
+    file = tmp_path / ".git_archival.txt"
+    assert results._archived_revision(file) is None
+    file.write_text("$Format:%H$\n")  # a plain copy of the files
+    assert results._archived_revision(file) is None
+    file.write_text("25d830ccb5424802336e3f8d73da8af9409623a8\n")
+    assert results._archived_revision(file) == "25d830ccb5424802336e3f8d73da8af9409623a8"
+    monkeypatch.setattr(results, "_output_of", lambda *command: None)
+    assert results._git_revision() == results._archived_revision(Path(results.__file__).parents[1] / file.name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -96,7 +97,8 @@ def provenance(command: str | Sequence[str], seed: int | None) -> dict[str, Any]
     """Where a record comes from: time, hardware, versions, git revision, command, seed, operating system.
 
     Holds no host or user name and no directory: of a path in `command` only the last part is kept. `git_revision` is
-    None outside a checkout of this project and ends in `-dirty` where files were changed.
+    None where neither a checkout nor an archive that git made of it tells, and ends in `-dirty` where files of a checkout
+    were changed.
     """
     return {
         "time_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -171,10 +173,19 @@ def _git_revision() -> str | None:
     here = Path(__file__)
     git = ("git", "-C", str(here.parent))
     if _output_of(*git, "ls-files", "--error-unmatch", here.name) is None:
-        return None  # installed as a package; a repository around it would not be this project
+        return _archived_revision(here.parents[1] / ".git_archival.txt")  # a repository around it is another project
     revision = _output_of(*git, "rev-parse", "HEAD")
     changed = _output_of(*git, "status", "--porcelain", "--untracked-files=no")
     return revision.strip() + ("-dirty" if changed else "") if revision else None
+
+
+def _archived_revision(path: Path) -> str | None:
+    """The commit that `git archive` wrote into `path` (see .gitattributes)."""
+    try:
+        text = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return text if re.fullmatch("[0-9a-f]{40,64}", text) else None
 
 
 def _output_of(*command: str) -> str | None:
