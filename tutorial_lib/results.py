@@ -97,8 +97,8 @@ def provenance(command: str | Sequence[str], seed: int | None) -> dict[str, Any]
     """Where a record comes from: time, hardware, versions, git revision, command, seed, operating system.
 
     Holds no host or user name and no directory: of a path in `command` only the last part is kept. `git_revision` is
-    None where neither a checkout nor an archive that git made of it tells, and ends in `-dirty` where files of a checkout
-    were changed.
+    None where neither a checkout nor an archive that git made of it tells, and ends in `-dirty` where files of a
+    checkout were changed.
     """
     return {
         "time_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
