@@ -13,8 +13,9 @@ import torch
 from tutorial_lib.config import SamplingParams
 from tutorial_lib.engine.drafting import ModelDrafting
 from tutorial_lib.engine.gpu_build import assemble, quantized
+from tutorial_lib.engine.gpu_engine import GpuEngine
 from tutorial_lib.engine.gpu_model import PAGE, GpuModel, Ops
-from tutorial_lib.engine.graph import GpuEngine, position_limit
+from tutorial_lib.engine.graph import position_limit
 from tutorial_lib.engine.model import ModelConfig, pack
 from tutorial_lib.engine.quantize import calibrate
 from tutorial_lib.engine.reference import FP8

@@ -53,7 +53,7 @@ def medusa(target: GpuModel, folder, **options):
 def texts(target: GpuModel, prompts, drafting=None, k: int = 0, count: int = 40, **sampling):
     made = engine(target, TEXT, max_slots=SLOTS, max_seq_len=200)
     if drafting is not None:
-        from tutorial_lib.engine.graph import GpuEngine
+        from tutorial_lib.engine.gpu_engine import GpuEngine
 
         made = GpuEngine(target, TEXT, (), max_slots=SLOTS, max_seq_len=200, drafting=drafting, max_draft_len=k)
     params = SamplingParams(max_tokens=count, ignore_eos=True, **sampling)
@@ -201,7 +201,7 @@ def test_a_target_without_its_skipped_layers_drafts_for_itself(target):
 
 
 def test_drafting_is_timed_for_every_method(target, tmp_path):
-    from tutorial_lib.engine.graph import GpuEngine
+    from tutorial_lib.engine.gpu_engine import GpuEngine
 
     for drafting, k in ((eagle(target, tmp_path), 4), (medusa(target, tmp_path, medusa_choices=CHOICES), 3)):
         made = GpuEngine(target, TEXT, (), max_slots=2, max_seq_len=100, drafting=drafting, max_draft_len=k)

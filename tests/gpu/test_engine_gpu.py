@@ -24,8 +24,8 @@ from tutorial_lib.config import (
 )
 from tutorial_lib.drafters.checkpoints import Eagle3Head, Matrix, MedusaHeads
 from tutorial_lib.drafters.ngram import NGramDrafter
+from tutorial_lib.engine import gpu_engine, graph
 from tutorial_lib.engine import gpu_model as gpu_model_module
-from tutorial_lib.engine import graph
 from tutorial_lib.engine.gpu_build import assemble, plain_tactics, random_packed
 from tutorial_lib.engine.gpu_model import KERNELS, PAGE, Ops
 from tutorial_lib.engine.head_drafting import EagleDrafting, MedusaDrafting
@@ -179,7 +179,7 @@ def random_heads(method: str, target):
 
 def with_heads(method: str, target, prompts, params):
     drafting, k = random_heads(method, target)
-    made = graph.GpuEngine(
+    made = gpu_engine.GpuEngine(
         target, TEXT, (), max_slots=SLOTS, max_seq_len=MAX_SEQ_LEN, drafting=drafting, max_draft_len=k
     )
     return [made.generate(batch, [params] * len(batch)) for batch in prompts]

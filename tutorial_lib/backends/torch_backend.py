@@ -252,8 +252,8 @@ def _assemble_gpu(
 ) -> Engine:
     from ..engine.drafting import ModelDrafting
     from ..engine.gpu_build import load_gpu_model
+    from ..engine.gpu_engine import GpuEngine
     from ..engine.gpu_model import MAX_STEP_ROWS, Ops, compile_steps
-    from ..engine.graph import GpuEngine
 
     is_fp8_cache = kv is not None and kv.dtype == "fp8"
     for info in (target, drafter):
