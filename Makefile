@@ -13,6 +13,8 @@ TORCH_INDEX ?= auto
 EXTRAS ?= notebooks,test
 PIP_ARGS ?= $(if $(CI),--quiet)
 TEST_ARGS ?=
+# how many processes run the tests, a file each at a time; the notebooks, which take longest, begin first
+TEST_WORKERS ?= 2
 LAB_ARGS ?=
 
 VENV := .venv
@@ -55,7 +57,7 @@ run: $(INSTALLED)  ## execute every notebook and write $(OUT)/report.html
 	$(BIN)/workbook run --profile $(PROFILE) --out $(OUT)
 
 test: $(INSTALLED)  ## run the tests (each with a time limit)
-	$(BIN)/python -m pytest $(TEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
 
 gpu-test: $(INSTALLED)  ## run the tests that need an NVIDIA GPU (elsewhere each says why it is skipped)
 	$(BIN)/python -m pytest -m gpu tests/gpu $(TEST_ARGS)

@@ -13,6 +13,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tiny 
 import pytest
 
 
+def pytest_collection_modifyitems(items):
+    """Notebooks first: with a second process the rest is done beside them."""
+    items.sort(key=lambda item: "notebooks" not in item.path.parts)
+
+
 @pytest.fixture(scope="session")
 def target():
     """A two-layer Llama whose greedy texts hardly repeat; 5 slots, 256 positions."""
