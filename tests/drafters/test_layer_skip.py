@@ -52,7 +52,9 @@ def test_weights_are_shared_and_the_cache_is_not(deep):
     before = deep.cache.clone()
     view = without_layers(deep, SKIPPED)
     view.forward([3, 9], [Segment(0, 0, 2)])
-    assert torch.equal(deep.cache, before) and deep.config.num_layers == len(deep.layers) == 4
+    # an unwritten cache may hold anything, NaN too, which equals nothing
+    assert torch.equal(deep.cache.nan_to_num(), before.nan_to_num())
+    assert deep.config.num_layers == len(deep.layers) == 4
     assert view.embed is deep.embed and view.layers == [deep.layers[0], deep.layers[3]]
     assert view.cache.shape == (2, *deep.cache.shape[1:])
 

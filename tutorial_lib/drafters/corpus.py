@@ -261,13 +261,13 @@ class CorpusSettings:
 
     rows: int = 6144
     length: int = 704
-    greedy_share: float = 0.6
+    greedy_share: float = 0.75
     answer_temperatures: tuple[float, float] = (0.3, 1.0)
     user_temperatures: tuple[float, float] = (0.8, 1.0)
     top_p: float = 0.95
     max_user: int = 256
-    max_answer: int = 288
-    complete_share: float = 0.45
+    max_answer: int = 192
+    complete_share: float = 0.6
     plain_share: float = 0.06
     categories: tuple[str, ...] = ()
     max_opener: int | None = None

@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -225,20 +226,11 @@ class _ShortlistLoss(torch.autograd.Function):
         first = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         for part in range(0, len(hidden), 8192):
             rows = slice(part, part + 8192)
-            log_probs = F.linear(hidden[rows].to(head.dtype), head).float().log_softmax(-1)
-            found = log_probs.gather(1, labels[rows])
-            first[rows] = found[:, 0].exp()
-            losses, wanted = -(found * probs[rows]).sum(-1), probs[rows]
-            error = log_probs.exp_()
-            if weights is not None:
-                losses, wanted, error = (
-                    losses * weights[rows],
-                    wanted * weights[rows, None],
-                    error.mul_(weights[rows, None]),
-                )
-            total += losses.sum()
-            error.scatter_add_(1, labels[rows], -wanted)
-            gradient[rows] = (error.to(head.dtype) @ head).to(gradient.dtype)
+            logits = F.linear(hidden[rows].to(head.dtype), head)
+            own = None if weights is None else weights[rows, None]
+            losses, first[rows], error = _chunk(hidden.is_cuda)(logits, labels[rows], probs[rows], own)
+            total += losses
+            gradient[rows] = (error @ head).to(gradient.dtype)
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(first)
         return total, first
@@ -247,6 +239,24 @@ class _ShortlistLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         (gradient,) = ctx.saved_tensors
         return gradient * grads[0], None, None, None, None
+
+
+def _chunk_loss(
+    logits: torch.Tensor, labels: torch.Tensor, probs: torch.Tensor, weights: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of some rows: their loss, the probability of the first labels, the gradient of the logits in their dtype."""
+    log_probs = logits.float().log_softmax(-1)
+    found = log_probs.gather(1, labels)
+    losses, wanted, error = -(found * probs).sum(-1), probs, log_probs.exp()
+    if weights is not None:
+        losses, wanted, error = losses * weights[:, 0], wanted * weights, error * weights
+    return losses.sum(), found[:, 0].exp(), error.scatter_add(1, labels, -wanted).to(logits.dtype)
+
+
+@cache
+def _chunk(is_compiled: bool) -> Callable[..., Any]:
+    """`_chunk_loss`, compiled on a GPU: as single operations it moves every logit through memory ten times."""
+    return torch.compile(_chunk_loss, dynamic=True) if is_compiled else _chunk_loss
 
 
 # ------------------------------------------------------------------------------------------------------------ examples

@@ -13,7 +13,7 @@ layer on three hidden states, trained with "training-time test": its own outputs
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,16 +101,26 @@ class TargetStates:
 
     def compile(self, say: Say) -> None:
         """Compile the layers; if this machine cannot, say so and go on without."""
-        try:
+
+        def rehearse() -> None:
             for layer in self.model.layers:
                 layer.compile(dynamic=True)
             for rows in (3, 5):
                 self(torch.zeros(rows, 128, dtype=torch.long, device=self.model.embed.device), group=-rows)
-        except Exception as problem:  # noqa: BLE001 - whatever a compiler may raise, the layers run without it
-            say(f"the target's layers stay uncompiled: {type(problem).__name__}: {str(problem).splitlines()[0]}")
+
+        if not _is_compiled("the target's layers", rehearse, say):
             for layer in self.model.layers:
                 layer._compiled_call_impl = None
         self.kept.clear()
+
+
+def _is_compiled(what: str, rehearse: Callable[[], None], say: Say) -> bool:
+    try:
+        rehearse()
+    except Exception as problem:  # noqa: BLE001 - whatever a compiler may raise, training goes on without it
+        say(f"{what} stay uncompiled: {type(problem).__name__}: {str(problem).splitlines()[0]}")
+        return False
+    return True
 
 
 def eagle_layers(total: int) -> tuple[int, int, int]:
@@ -175,6 +185,7 @@ class _Head(nn.Module):
         return total / max(1, len(batch.where))
 
     @torch.inference_mode()
+    @torch.compiler.set_stance("force_eager")
     def ranks(self, texts: Sequence[Text], depth: int | None = None, tokens_per_pass: int = 16384) -> Ranks:
         """For every text and output token but the last, the ranks that the student gives to the tokens that follow it,
         one per step (float32); `UNSEEN` outside the shortlist and behind the end of the text."""
@@ -311,13 +322,24 @@ class EagleLayer(nn.Module):
     ) -> torch.Tensor:
         """embedded, g [rows, length, width]; cos, sin [length, head_dim] of this step's positions. before: keys and
         values of the steps before, each [rows, kv_heads, length, head_dim]; this step's are appended."""
+        q, k, v = self.project(embedded, g, cos, sin)
+        before.append((k, v))
+        return self.finish(g, unrolled_attention(q, before))
+
+    def project(
+        self, embedded: torch.Tensor, g: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What stands before the attention: its q, k, v."""
         rows, length, _ = g.shape
         x = torch.cat([self.input_layernorm(embedded), self.hidden_norm(g)], dim=-1)
         q = self.self_attn["q_proj"](x).view(rows, length, self.heads, self.head_dim).transpose(1, 2)
         k = self.self_attn["k_proj"](x).view(rows, length, self.kv_heads, self.head_dim).transpose(1, 2)
         v = self.self_attn["v_proj"](x).view(rows, length, self.kv_heads, self.head_dim).transpose(1, 2)
-        before.append((rotate_halves(k, cos, sin), v))
-        out = unrolled_attention(rotate_halves(q, cos, sin), before)
+        return rotate_halves(q, cos, sin), rotate_halves(k, cos, sin), v
+
+    def finish(self, g: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """What stands behind it; out [rows, heads, length, head_dim]."""
+        rows, length, _ = g.shape
         h = g + self.self_attn["o_proj"](out.transpose(1, 2).reshape(rows, length, -1))
         x = self.post_attention_layernorm(h)
         return h + self.mlp["down_proj"](F.silu(self.mlp["gate_proj"](x)) * self.mlp["up_proj"](x))
@@ -373,6 +395,26 @@ class EagleHead(_Head):
         self.register_buffer("inverse_frequencies", inverse_frequencies(shape), persistent=False)
         self.register_buffer("scale", torch.ones(3 * width), persistent=False)
         self.to(model.embed.device)
+
+    def compile_parts(self, say: Say) -> None:
+        """Compile what stands around the attention, forward and backward; measurements run without."""
+        layer, device = self.midlayer, self.head.device
+        as_written = layer.project, layer.finish
+
+        def rehearse() -> None:
+            layer.project = torch.compile(layer.project, dynamic=True)  # type: ignore[method-assign]
+            layer.finish = torch.compile(layer.finish, dynamic=True)  # type: ignore[method-assign]
+            for rows in (3, 5):
+                tokens = torch.zeros(rows, 128, dtype=torch.long, device=device)
+                with torch.autocast(device_type=device.type, dtype=torch.bfloat16):
+                    states = self.see(tokens, group=-rows)
+                    total = sum(hidden.sum() for hidden in self.unroll(tokens, states, 2))
+                total.backward()  # type: ignore[union-attr]
+
+        if not _is_compiled("the head's parts", rehearse, say):
+            layer.project, layer.finish = as_written  # type: ignore[method-assign]
+        self.zero_grad(set_to_none=True)
+        self.see.kept.clear()
 
     @torch.no_grad()
     def start_from(self, layer: int, tokens: torch.Tensor) -> None:
@@ -515,6 +557,8 @@ def train_heads(
         students.append(MedusaHeads(see, shortlist, heads=heads, blocks=blocks, reach_power=reach_power))
     if is_cuda:
         see.compile(say)
+        if "eagle3" in kinds:
+            eagle.compile_parts(say)
     vocab_size = target.config["vocab_size"]
     found = fit(students, corpus, settings, vocab_size, look=see, measure_every=measure_every, say=say)
     see.kept.clear()

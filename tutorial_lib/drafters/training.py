@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -293,7 +294,7 @@ def make_and_export(
 
 KINDS = ("draft", "medusa", "eagle3")
 # what of the time goes where, relative to the corpus
-SHARES = {"cuda": {"draft": 0.43, "medusa": 0.3, "eagle3": 1.0}, "cpu": {"draft": 1.0, "medusa": 1.0, "eagle3": 2.0}}
+SHARES = {"cuda": {"draft": 0.6, "medusa": 0.4, "eagle3": 2.2}, "cpu": {"draft": 1.0, "medusa": 1.0, "eagle3": 2.0}}
 
 
 def recipe(
@@ -305,25 +306,23 @@ def recipe(
     shortlist: int | None = None,
     total_layers: int = 30,
 ) -> tuple[CorpusSettings, float, dict[str, dict[str, Any]]]:
-    """What `seconds` on `device` are spent on: corpus settings, seconds for the corpus, options for each training
-    ("draft", "heads").
+    """What `seconds` on `device` are spent on: corpus settings, seconds for the corpus, options for each training.
 
     On a GPU it is how the shipped weights were made. On a CPU it is a demonstration that half a minute of one core must
     suffice for: short complete requests of two kinds (of such text a few thousand tokens already teach something),
     few rows, short greedy answers, a small shortlist, and a draft model of two layers, the target's first (a hundred
     steps gain most from layers that already fit together).
     """
-    is_cuda, common, options = device.startswith("cuda"), dict[str, Any](), dict[str, dict[str, Any]]()
+    is_cuda = device.startswith("cuda")
     shares = SHARES["cuda" if is_cuda else "cpu"]
+    draft: dict[str, Any]
+    heads: dict[str, Any]
     unit = seconds / (1 + sum(shares[kind] for kind in kinds))
-    heads = [kind for kind in kinds if kind != "draft"]
-    times = {"draft": unit * shares["draft"], "heads": unit * sum(shares[kind] for kind in heads)}
     if is_cuda:
-        settings, common = CorpusSettings(), {"shortlist_size": shortlist or 8192}
-        options = {
-            "draft": {"init_layers": tuple(spread_layers(layers or 4, total_layers))},
-            "heads": {"tokens_per_step": 32768, "hard_share": 0.5, "held_out": 128},
-        }
+        # a head's output rows cost it no weights of its own, so it may have more of them
+        settings, draft = CorpusSettings(), {"init_layers": tuple(spread_layers(layers or 4, total_layers))}
+        draft |= {"shortlist_size": shortlist or 8192}
+        heads = {"tokens_per_step": 32768, "hard_share": 0.5, "held_out": 128, "shortlist_size": shortlist or 12288}
     else:
         settings = CorpusSettings(
             rows=32,
@@ -336,13 +335,11 @@ def recipe(
             is_distinct=True,
             follow_up_share=0.0,
         )
-        common = {"shortlist_size": shortlist or 1024, "tokens_per_step": 384, "optimizer": "adamw"}
-        options = {
-            "draft": {"init_layers": tuple(range(layers or 2)), "learning_rate": 2e-3, "hard_share": 0.3},
-            "heads": {"learning_rate": 1e-3, "hard_share": 0.5},
-        }
-    wanted = {"heads" if kind in heads else "draft" for kind in kinds}
-    return settings, unit, {name: {"seconds": times[name], **common, **options[name]} for name in sorted(wanted)}
+        common: dict[str, Any] = {"shortlist_size": shortlist or 1024, "tokens_per_step": 384, "optimizer": "adamw"}
+        draft = {"init_layers": tuple(range(layers or 2)), "learning_rate": 2e-3, "hard_share": 0.3, **common}
+        heads = {"learning_rate": 1e-3, "hard_share": 0.5, **common}
+    options = {kind: {"seconds": unit * shares[kind], **(draft if kind == "draft" else heads)} for kind in kinds}
+    return settings, unit, options
 
 
 def main(
@@ -358,8 +355,6 @@ def main(
     seed: Annotated[int, typer.Option(help="of the openers, the sampling and the training")] = 0,
 ) -> None:
     """Let the target write a corpus, distil drafters from it, measure them, write them down."""
-    from .train_heads import train_heads
-
     kinds = list(dict.fromkeys(kind or ["draft"]))
     if unknown := set(kinds) - set(KINDS):
         raise OptionError(f"kind is {sorted(unknown)[0]!r}", f"one of {', '.join(KINDS)}")
@@ -387,36 +382,37 @@ def main(
     _say(json.dumps(corpus.summary()))
     if device.startswith("cuda"):
         torch.cuda.empty_cache()  # of the rows that wrote
-    trained: dict[str, Trained] = {}
-    if "draft" in kinds:
-        train = TrainingSettings(seed=seed, **options["draft"])
-        trained["draft"] = train_draft_model(checkpoint, corpus, train, device=device, say=_say)
-    if heads := [name for name in kinds if name != "draft"]:
-        train = TrainingSettings(seed=seed, **options["heads"])
-        depth, every = (5, 0.2) if device.startswith("cuda") else (2, 0.1)
-        trained |= _with_less_memory(
-            lambda now: train_heads(
-                heads,
-                checkpoint,
-                corpus,
-                now,
-                device=device,
-                depth=depth,
-                intermediate_size=intermediate or None,
-                measure_every=every,
-                say=_say,
-            ),
-            train,
-            "tokens_per_step",
-        )
     bundled = bundled_texts(checkpoint, device=device) if prompts else []
     command = ["python", "-m", "tutorial_lib.drafters.training", *sys.argv[1:]]
-    for name, one in trained.items():
-        texts = {"held-out answers": held_out_texts(corpus, one.held_out)}
+    for name in kinds:
+        train = TrainingSettings(seed=seed, **options[name])
+        if name == "draft":
+            trained = train_draft_model(checkpoint, corpus, train, device=device, say=_say)
+        else:
+            trained = _with_less_memory(
+                partial(
+                    _train_one_head, name, checkpoint, corpus, device=device, intermediate_size=intermediate or None
+                ),
+                train,
+                "tokens_per_step",
+            )
+        texts = {"held-out answers": held_out_texts(corpus, trained.held_out)}
         if bundled:
             texts = {"bundled prompts": bundled, **texts}
-        folder = out if len(trained) == 1 else out / name
-        make_and_export(checkpoint, corpus, settings, corpus_seconds, one, texts, command, folder, say=_say)
+        folder = out if len(kinds) == 1 else out / name
+        make_and_export(checkpoint, corpus, settings, corpus_seconds, trained, texts, command, folder, say=_say)
+
+
+def _train_one_head(
+    kind: str, target: Checkpoint, corpus: Corpus, settings: TrainingSettings, *, device: str, **options: Any
+) -> Trained:
+    from .train_heads import train_heads
+
+    depth, every = (5, 0.2) if device.startswith("cuda") else (2, 0.1)
+    found = train_heads(
+        [kind], target, corpus, settings, device=device, depth=depth, measure_every=every, say=_say, **options
+    )
+    return found[kind]
 
 
 def _with_less_memory(make: Callable[[Any], Any], settings: Any, what: str) -> Any:
