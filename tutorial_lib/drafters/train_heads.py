@@ -34,7 +34,7 @@ from .acceptance import (
     summary,
     tree_summary,
 )
-from .corpus import Corpus, Say
+from .corpus import TOP, Corpus, Say
 from .distill import (
     Batch,
     Trained,
@@ -397,7 +397,7 @@ class EagleHead(_Head):
         self.to(model.embed.device)
 
     def compile_parts(self, say: Say) -> None:
-        """Compile what stands around the attention, forward and backward; measurements run without."""
+        """Compile what stands around the attention, and the loss; measurements run without."""
         layer, device = self.midlayer, self.head.device
         as_written = layer.project, layer.finish
 
@@ -406,10 +406,10 @@ class EagleHead(_Head):
             layer.finish = torch.compile(layer.finish, dynamic=True)  # type: ignore[method-assign]
             for rows in (3, 5):
                 tokens = torch.zeros(rows, 128, dtype=torch.long, device=device)
-                with torch.autocast(device_type=device.type, dtype=torch.bfloat16):
-                    states = self.see(tokens, group=-rows)
-                    total = sum(hidden.sum() for hidden in self.unroll(tokens, states, 2))
-                total.backward()  # type: ignore[union-attr]
+                where = torch.arange(tokens.numel() - 1, device=device)
+                labels = torch.zeros(len(where), TOP, dtype=torch.long, device=device)
+                probs = torch.full(labels.shape, 1 / TOP, device=device)
+                self.loss(Batch(tokens, where, labels, probs, states=self.see(tokens, group=-rows))).backward()
 
         if not _is_compiled("the head's parts", rehearse, say):
             layer.project, layer.finish = as_written  # type: ignore[method-assign]
