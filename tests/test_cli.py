@@ -505,6 +505,39 @@ def test_bench_of_all_methods_takes_the_options_of_a_bench(workbook, fake_method
     assert "no experiments but methods" in refuses("bench", "--experiment", "70b-1b")
 
 
+def test_bench_under_load_passes_its_options_on_and_refuses_them_elsewhere(workbook, refuses, monkeypatch, tmp_path):
+    from tutorial_lib.bench import load_run
+
+    calls = []
+
+    def bench_load(profile, settings, *, budget_s, command, say):
+        say("plain, in flight")
+        calls.append((profile.name, settings, budget_s))
+        return {"experiment": "load", "profile": profile.name, "runs": [{"provenance": {}}], "summary": {"points": []}}
+
+    monkeypatch.setattr(load_run, "bench_load", bench_load)
+    load, file = ["bench", "--experiment", "load"], tmp_path / "out.json"
+    code, out, _ = workbook(*load, "--concurrency", "1,2, 4", "--json", file, "--budget-s", 60)
+    assert code == 0 and json.loads(out.splitlines()[-1]) == {
+        "experiment": "load", "profile": "cpu", "summary": {"points": []},
+    }  # fmt: skip
+    assert json.loads(file.read_text())["runs"] == [{"provenance": {}}]
+    pair = ["--target", "dummy:llama-3.1-8b", "--drafter", "dummy:llama-3.2-1b", "--acceptance-length", 3]
+    poisson = ["--arrival", "poisson", "--rate", "0.5,2", "--draft-len-schedule", "1:5,4:0", "--kv-tokens", 4096]
+    code, _, err = workbook(*load, "--profile", "h200", *pair, *poisson, "--json", "-")
+    assert code == 0 and "plain, in flight" in err
+    (on, first, budget), (_, second, _) = calls
+    assert (on, first.concurrency, first.target, budget) == ("cpu", (1, 2, 4), "embedded:target", 60)
+    assert (second.arrival, second.rates, second.concurrency) == ("poisson", (0.5, 2.0), (8,))
+    assert (second.target, second.drafter, second.acceptance_length) == ("dummy:llama-3.1-8b", "dummy:llama-3.2-1b", 3)
+    assert (second.max_draft_len, second.draft_len_schedule, second.kv_tokens) == (5, {1: 5, 4: 0}, 4096)
+    assert "--concurrency is '1;2'" in refuses(*load, "--concurrency", "1;2")
+    assert "--draft-len-schedule is '1'" in refuses(*load, "--draft-len-schedule", "1")
+    assert "--prompts has no effect" in refuses(*load, "--prompts", "x.jsonl")
+    for other in (["bench"], ["bench", "--experiment", "methods"], TRTLLM):
+        assert "--arrival has no effect without --experiment load" in refuses(*other, "--arrival", "closed")
+
+
 def test_run(workbook, monkeypatch, tmp_path):
     calls = []
 

@@ -135,6 +135,15 @@ class LLM:
         """What runs: backend, target, drafter, dtype, device, limits, tactics, build and load seconds."""
         return self._backend.info
 
+    @property
+    def engine(self) -> Any:
+        """The torch backend's engine (`engine.engine.Engine`): what a load is put on turn by turn."""
+        engine = getattr(self._backend, "engine", None)
+        if engine is None:
+            name = self.info["backend"]
+            raise OptionError(f"backend {name!r} has no engine that is open", "backend 'torch', not closed")
+        return engine
+
     @overload
     def generate(  # type: ignore[overload-overlap]
         self, inputs: Prompt, sampling_params: SamplingParams | None = None

@@ -151,7 +151,9 @@ def build(
 @app.command()
 def plan(
     model: Annotated[str, typer.Argument(help="A shape such as llama-3.3-70b, a folder, an engine directory.")],
-    gpu: Annotated[str, typer.Option(help="A100-40GB, A100-80GB, L4, L40S, H100-PCIe, H100, H200.")] = "H200",
+    gpu: Annotated[
+        str, typer.Option(help="A100-40GB, A100-80GB, L4, L40S, RTX-4090, H100-PCIe, H100, H200, B200.")
+    ] = "H200",
     gpus: Annotated[int, typer.Option(help="GPUs that share the model.")] = 1,
     batch: Annotated[int, typer.Option(help="Requests at once.")] = 1,
     input_len: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 1024,
@@ -345,7 +347,7 @@ def bench(
     experiment: Annotated[
         str | None,
         typer.Option(
-            help="Profiles cpu and h200: methods, every drafting method in turns. "
+            help="Profiles cpu and h200: methods, every drafting method in turns; load, many requests at once. "
             "Profile h200: 70b-1b, 70b-3b, 70b-8b, 8b-1b, embedded. "
             "Profile tensorrt_llm: llama-3.3-70b, llama-3.1-70b, llama-3.1-405b."
         ),
@@ -367,6 +369,22 @@ def bench(
         str | None,
         typer.Option(help="TensorRT-LLM's: draft_target (default), ngram, lookahead, medusa, eagle, eagle3."),
     ] = None,
+    concurrency: Annotated[
+        str | None, typer.Option(metavar="N,…", help="load: clients that each wait for their answer; Poisson: at most.")
+    ] = None,
+    arrival: Annotated[str | None, typer.Option(help="load: closed (default) or poisson.")] = None,
+    rate: Annotated[str | None, typer.Option(metavar="R,…", help="load, poisson: requests per second.")] = None,
+    target: Annotated[str | None, typer.Option(help="load: default the profile's.")] = None,
+    drafter: Annotated[str | None, typer.Option(help="load: default the profile's.")] = None,
+    acceptance_length: Annotated[
+        float | None, typer.Option(metavar="A", help="load, on a GPU: force it; with dummy: targets default 2.44.")
+    ] = None,
+    input_len: Annotated[int | None, typer.Option(metavar="N", help="load: tokens of every prompt.")] = None,
+    output_len: Annotated[int | None, typer.Option(metavar="N", help="load: mean tokens of an output.")] = None,
+    kv_tokens: Annotated[int | None, typer.Option(metavar="N", help="load: room of the KV cache.")] = None,
+    draft_len_schedule: Annotated[
+        str | None, typer.Option(metavar="N:K,…", help="load: K from so many requests on, 1:4,4:2,8:0.")
+    ] = None,
 ) -> None:
     """Measure plain and speculative decoding side by side; or an experiment, whose last line is a JSON document."""
     from . import config
@@ -376,11 +394,23 @@ def bench(
     of_trtllm: dict[str, Any] = {"--dry-run": dry_run or None, "--tensorrt-llm-version": tensorrt_llm_version}
     of_trtllm |= {"--flow": flow, "--method": method, "--nodes": nodes}
     given = {"--prompts": prompts, "--max-draft-len": max_draft_len, "--methods": methods}
+    of_load = {
+        "--concurrency": concurrency, "--arrival": arrival, "--rate": rate, "--target": target, "--drafter": drafter,
+        "--acceptance-length": acceptance_length, "--input-len": input_len, "--output-len": output_len,
+        "--kv-tokens": kv_tokens, "--draft-len-schedule": draft_len_schedule,
+    }  # fmt: skip
+    if experiment != "load":
+        _refuse_given(of_load, "without --experiment load")
     if experiment is not None and chosen.backend == "tensorrt_llm":
         _refuse_given(given | {"--budget-s": budget_s}, "with an experiment of TensorRT-LLM")
         _bench_trtllm(experiment, json_file, repeats, dry_run, tensorrt_llm_version, flow, method, nodes or 1)
         return
     _refuse_given(of_trtllm, "without --profile tensorrt_llm and --experiment")
+    if experiment == "load":
+        _refuse_given({"--prompts": prompts, "--repeats": repeats}, "with --experiment load")
+        asked = {name.removeprefix("--").replace("-", "_"): value for name, value in of_load.items()}
+        _bench_load(chosen, asked | {"methods": methods, "max_draft_len": max_draft_len}, json_file, budget_s)
+        return
     if experiment is not None and experiment != "methods":
         _refuse_given(given | {"--repeats": repeats}, "with --experiment")
         _bench_experiment(chosen, experiment, json_file, budget_s)
@@ -463,6 +493,47 @@ def _bench_methods(profile: Profile, options: dict[str, Any], json_file: str | N
         methods.write(document, json_file)
     shown = document if json_file == "-" else {key: document[key] for key in ("experiment", "profile", "summary")}
     print(json.dumps(shown, allow_nan=False))
+
+
+def _bench_load(profile: Profile, asked: dict[str, Any], json_file: str | None, budget_s: float | None) -> None:
+    """Plain and speculative decoding, and static batching, under one load. Files and stdout as `_bench_methods`."""
+    from .bench import load_run
+    from .bench.methods import write
+
+    for name, kind in (("concurrency", int), ("rate", float), ("methods", str)):
+        asked[name] = _listed(f"--{name}", asked[name], kind)
+    asked["rates"] = asked.pop("rate")
+    asked["draft_len_schedule"] = _schedule(asked["draft_len_schedule"])
+    settings = load_run.settings_for(profile, **asked)
+    check_json_file(json_file)
+    out = sys.stderr if json_file == "-" else sys.stdout
+    options: dict[str, Any] = {"budget_s": budget_s, "command": _command(), "say": lambda line: _say(line, out)}
+    document = load_run.bench_load(profile, settings, **options)
+    if json_file not in (None, "-"):
+        write(document, json_file)
+    shown = document if json_file == "-" else {key: document[key] for key in ("experiment", "profile", "summary")}
+    print(json.dumps(shown, allow_nan=False))
+
+
+def _listed(option: str, text: str | None, kind: type[int] | type[float] | type[str]) -> tuple[Any, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(kind(part.strip()) for part in text.split(","))
+    except ValueError:
+        raise OptionError(f"{option} is {text!r}", "numbers, commas between them", f"write {option} 1,2,4") from None
+
+
+def _schedule(text: str | None) -> dict[int, int] | None:
+    if text is None:
+        return None
+    try:
+        pairs = [part.split(":") for part in text.split(",")]
+        return {int(size): int(k) for size, k in pairs}
+    except ValueError:
+        raise OptionError(
+            f"--draft-len-schedule is {text!r}", "pairs of requests and K", "write for example 1:4,4:2,8:0"
+        ) from None
 
 
 def _bench_experiment(profile: Profile, experiment: str, json_file: str | None, budget_s: float | None) -> None:

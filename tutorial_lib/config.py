@@ -165,7 +165,7 @@ class DraftTargetDecodingConfig(DecodingBaseConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = [x for x in (self.speculative_model_dir, self.speculative_model) if x is not None]
+        given = _given_models(self)
         if len(given) != 1:
             raise OptionError(
                 f"DraftTargetDecodingConfig got {len(given)} draft models",
@@ -328,13 +328,21 @@ def check_choices(name: str, choices: Sequence[Sequence[int]]) -> tuple[tuple[in
 
 
 def _one_model(config: MedusaDecodingConfig | EagleDecodingConfig) -> None:
-    given = [x for x in (config.speculative_model_dir, config.speculative_model) if x is not None]
+    given = _given_models(config)
     if len(given) > 1:
         raise OptionError(
             f"{type(config).__name__} got speculative_model and speculative_model_dir", "one of the two names"
         )
     for name in ("speculative_model_dir", "speculative_model"):
         object.__setattr__(config, name, given[0] if given else None)
+
+
+def _given_models(
+    config: DraftTargetDecodingConfig | MedusaDecodingConfig | EagleDecodingConfig,
+) -> list[str | Path]:
+    """What the two names for a drafter hold; once, if they agree, as in a copy made by `dataclasses.replace`."""
+    given = (config.speculative_model_dir, config.speculative_model)
+    return [x for x in dict.fromkeys(given) if x is not None]
 
 
 def _need_threshold(value: float | None) -> None:

@@ -80,6 +80,8 @@ class Generation:
     stop_reason: int | str | None = None  # the stop token id or stop string that ended it, None for EOS and length
     is_simulated: bool = False  # acceptance was forced: the text is meaningless and must not be shown
     cached_tokens: int = 0  # of the prompt: positions that came from the KV cache of earlier requests
+    queued_s: float | None = None  # request start to its slot in the batch; None where a backend does not tell
+    preemptions: int = 0  # how often it lost its slot again and was read anew
 
     @property
     def outputs(self) -> list[Generation]:

@@ -65,6 +65,8 @@ class Request:
     stop_reason: int | str | None = None
     is_simulated: bool = False
     cached_tokens: int = 0
+    admitted_s: float | None = None
+    preemptions: int = 0
     is_cancelled: bool = False
     is_reading: bool = False
     computed: int = 0
@@ -103,6 +105,8 @@ class Request:
             stop_reason=self.stop_reason,
             is_simulated=self.is_simulated,
             cached_tokens=self.cached_tokens,
+            queued_s=None if self.admitted_s is None else self.admitted_s - self.start_s,
+            preemptions=self.preemptions,
         )
 
 
@@ -126,6 +130,20 @@ class RequestStream:
             return None
         self._seen = len(request.token_ids)
         return request.generation()
+
+    @property
+    def is_over(self) -> bool:
+        """Finished or cancelled. Reading this, and `generation`, moves nothing."""
+        return self._request.is_over
+
+    @property
+    def start_s(self) -> float:
+        """When its clock began, by `time.perf_counter`."""
+        return self._request.start_s
+
+    def generation(self) -> Generation:
+        """What is known so far."""
+        return self._request.generation()
 
     @property
     def _is_read(self) -> bool:

@@ -10,6 +10,7 @@ The scheduler decides, the engine computes (`engine.py`); neither knows how the 
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -57,6 +58,7 @@ class Scheduler:
                 return
             self.waiting.popleft()
             request.slot, request.holding, request.computed = self.free.pop(), holding, holding.reused
+            request.admitted_s = request.admitted_s or time.perf_counter()
             request.features = [] if holding.prefix is None else [holding.prefix]
             request.is_reading = True
             if not request.output_ids:
@@ -87,6 +89,7 @@ class Scheduler:
     def preempt(self, request: Request) -> None:
         """Back to the head of the line, without slot and blocks; what it has written stays written."""
         self._leave(request)
+        request.preemptions += 1
         self.waiting.appendleft(request)
 
     def restart(self) -> None:
