@@ -96,11 +96,22 @@ def test_overhead_weighs_on_plain_steps_too():
     assert choice.round_s == pytest.approx(0.06) and choice.speedup == pytest.approx(0.05 * 2 / 0.06)
 
 
+def test_a_tree_by_hand_and_a_chain_as_a_tree():
+    """Two first tokens, 0.6 and 0.3; below the first one two more: 1 + 0.6 + 0.3 + 0.6 x (0.5 + 0.2)."""
+    assert cm.expected_tokens_of_tree((-1, -1, 0, 0), (0.6, 0.3, 0.5, 0.2)) == pytest.approx(2.32)
+    rates = (0.8, 0.5, 0.9)
+    assert cm.expected_tokens_of_tree((-1, 0, 1), rates) == pytest.approx(cm.expected_tokens_by_position(rates))
+    for parents, wrong in (((-1, -1), (0.7, 0.4)), ((0,), (0.5,)), ((-1,), (1.5,))):
+        with pytest.raises(OptionError):
+            cm.expected_tokens_of_tree(parents, wrong)
+
+
 def test_roofline():
     assert cm.step_floor_s(70.55e9, 4.60e12) == pytest.approx(15.3e-3, abs=0.05e-3)
     assert cm.step_floor_s(1e9, 1e9, kv_bytes=1e9) == 2.0
-    assert cm.ridge_tokens(cm.H200.bf16_flops_per_s, cm.H200.bytes_per_s, 2) == pytest.approx(206, abs=0.5)
-    assert cm.ridge_tokens(cm.H200.fp8_flops_per_s, cm.H200.bytes_per_s, 1) == pytest.approx(206, abs=0.5)
+    for dtype, size in (("bfloat16", 2), ("fp8", 1)):
+        ridge = cm.ridge_tokens(cm.H200.flops_per_s(dtype), cm.H200.bytes_per_s, size)
+        assert ridge == pytest.approx(206, abs=0.5)
     assert cm.compute_bound_batch(10, 206) == pytest.approx(18.7, abs=0.05)
 
 

@@ -24,25 +24,42 @@ DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "fp8": "float8", "int8":
 
 @dataclass(frozen=True)
 class Gpu:
-    """memory_gb, bandwidth_tb_s, and dense tensor-core rates (no sparsity); fp8_tflops: None without FP8 units."""
+    """memory_gb, bandwidth_tb_s, and dense tensor-core rates (no sparsity); fp8_tflops: None without FP8 units.
+    source: the maker's paper that has them; one that prints rates with sparsity was halved."""
 
     name: str
     memory_gb: float
     bandwidth_tb_s: float
     bf16_tflops: float
     fp8_tflops: float | None
+    source: str = ""
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.bandwidth_tb_s * 1e12
+
+    def flops_per_s(self, dtype: str) -> float:
+        """Of products in bfloat16 or fp8. Raises `OptionError` where the GPU has no such units."""
+        if dtype == "fp8" and self.fp8_tflops is None:
+            raise OptionError(f"dtype is 'fp8' and {self.name} has no FP8 units", "bfloat16, or another GPU")
+        rate = {"bfloat16": self.bf16_tflops, "fp8": self.fp8_tflops}.get(dtype)
+        if rate is None:
+            raise OptionError(f"dtype is {dtype!r}", "bfloat16 or fp8, whose rates a data sheet gives")
+        return rate * 1e12
 
 
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("A100-40GB", 40, 1.555, 312, None),
-        Gpu("A100-80GB", 80, 2.039, 312, None),
-        Gpu("L4", 24, 0.3, 121, 242),
-        Gpu("L40S", 48, 0.864, 362, 733),
-        Gpu("H100-PCIe", 80, 2.0, 756, 1513),
-        Gpu("H100", 80, 3.35, 989, 1979),
-        Gpu("H200", 141, 4.8, 989, 1979),
+        Gpu("A100-40GB", 40, 1.555, 312, None, "NVIDIA A100 data sheet"),
+        Gpu("A100-80GB", 80, 2.039, 312, None, "NVIDIA A100 data sheet, SXM"),
+        Gpu("L4", 24, 0.3, 121, 242, "NVIDIA L4 data sheet"),
+        Gpu("L40S", 48, 0.864, 362, 733, "NVIDIA L40S data sheet"),
+        Gpu("RTX-4090", 24, 1.008, 165.2, 330.3, "NVIDIA Ada GPU architecture paper, FP32 sums"),
+        Gpu("H100-PCIe", 80, 2.0, 756, 1513, "NVIDIA H100 data sheet, PCIe"),
+        Gpu("H100", 80, 3.35, 989, 1979, "NVIDIA H100 data sheet, SXM"),
+        Gpu("H200", 141, 4.8, 989, 1979, "NVIDIA H200 data sheet, SXM"),
+        Gpu("B200", 180, 8.0, 2250, 4500, "NVIDIA HGX B200 data sheet, up to 8 TB/s"),
     )
 }
 
@@ -118,7 +135,7 @@ def make_plan(
             "ask for fewer",
         )
     kv_bytes = {"int8": "bfloat16"}.get(kv_dtype, kv_dtype)  # int8 is for weights: their cache is bf16
-    per_token = sum(_kv_bytes(c, kv_bytes) for c in (config, drafter) if c is not None)
+    per_token = sum(kv_bytes_per_token(c, kv_bytes) for c in (config, drafter) if c is not None)
     per_token = -(-per_token // gpus)
     window = config.get("sliding_window") if config["architectures"][0] == "MistralForCausalLM" else None
     positions = min(asked, window or asked) + max_draft_len
@@ -214,7 +231,7 @@ def config_of(name: str) -> Mapping[str, Any]:
     )
 
 
-def _kv_bytes(config: Mapping[str, Any], dtype: str) -> int:
+def kv_bytes_per_token(config: Mapping[str, Any], dtype: str) -> int:
     """Of one position, in all layers."""
     heads = config.get("num_key_value_heads") or config["num_attention_heads"]
     return config["num_hidden_layers"] * 2 * heads * head_dim(dict(config)) * BYTES_PER_ELEMENT[DTYPES[dtype]]

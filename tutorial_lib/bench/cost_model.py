@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import OptionError
+from ..plan import GPUS
 
 
 def expected_tokens(alpha: float, max_draft_len: int) -> float:
@@ -33,6 +34,23 @@ def expected_tokens_by_position(conditional_rates: Sequence[float]) -> float:
         reached *= rate
         total += reached
     return total
+
+
+def expected_tokens_of_tree(parents: Sequence[int], rates: Sequence[float]) -> float:
+    """Mean tokens per round of a tree: `rates[i]` is the share of rounds that accepted node i among those that
+    accepted its parent `parents[i]` (-1: the text; parents stand before their children). Of siblings at most one is
+    accepted, so their rates add up to 1 at most. A chain gives `expected_tokens_by_position`."""
+    reached: list[float] = []
+    below: dict[int, float] = {}
+    for node, (parent, rate) in enumerate(zip(parents, rates, strict=True)):
+        _check_share("acceptance rate", rate)
+        if not -1 <= parent < node:
+            raise OptionError(f"node {node} of the tree has parent {parent}", "one before it, or -1")
+        below[parent] = below.get(parent, 0.0) + rate
+        if below[parent] > 1 + 1e-9:
+            raise OptionError(f"the children of node {parent} are accepted {below[parent]:g} times", "at most once")
+        reached.append(rate * (1.0 if parent < 0 else reached[parent]))
+    return 1.0 + sum(reached)
 
 
 def expected_acceptance_rate(alpha: float, max_draft_len: int) -> float:
@@ -126,18 +144,7 @@ def best_draft_len(
     return max(choices, key=lambda choice: choice.speedup)
 
 
-@dataclass(frozen=True)
-class Accelerator:
-    """Datasheet ceilings of one GPU: bytes per second of its memory, dense flops per second (datasheets print twice
-    that, counting structured sparsity)."""
-
-    name: str
-    bytes_per_s: float
-    bf16_flops_per_s: float
-    fp8_flops_per_s: float
-
-
-H200 = Accelerator("NVIDIA H200 SXM", 4.8e12, 989.5e12, 1979e12)
+H200 = GPUS["H200"]
 
 
 def step_floor_s(weight_bytes: float, bytes_per_s: float, kv_bytes: float = 0.0) -> float:
