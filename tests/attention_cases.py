@@ -35,7 +35,8 @@ class Case:
     has_bias: bool = False
     has_norm: bool = False
     is_fp8: bool = False
-    tree: tuple[tuple[int, ...], ...] | None = None
+    tree: tuple[tuple[int, ...], ...] | None = None  # the ancestors of every row
+    before: int = 0  # how many of the tokens already cached are nodes too; then ancestors count from the first of them
     max_positions: int = 192
     is_quantized: bool = False
     config: ModelConfig = field(init=False)
@@ -62,6 +63,7 @@ CASES = {
     "fp8 cache": Case(lengths=(126, 70), rows=4, is_fp8=True, is_quantized=True),
     "tree": Case(lengths=(126, 62), rows=5, tree=((), (0,), (0,), (0, 1), (0, 2))),
     "tree in a window": Case(lengths=(126,), rows=4, window=50, tree=((), (0,), (0,), (0, 1))),
+    "nodes below cached ones": Case(lengths=(130, 65), rows=3, tree=((0,), (0, 2), (1, 3)), before=4),
 }  # fmt: skip
 
 
@@ -98,13 +100,13 @@ def arguments(case: Case):
 
 
 def tree_of(case: Case):
-    """(mask [sequences * rows, rows], depth [sequences * rows]): every node sees its ancestors and itself."""
+    """(mask [sequences * rows, span], depth [sequences * rows]): every node sees its ancestors and itself."""
     if case.tree is None:
         return None
-    mask = torch.zeros(case.rows, case.rows, dtype=torch.int8)
+    mask = torch.zeros(case.rows, case.before + case.rows, dtype=torch.int8)
     for node, ancestors in enumerate(case.tree):
-        mask[node, [*ancestors, node]] = 1
-    depth = torch.tensor([len(ancestors) for ancestors in case.tree], dtype=torch.int32)
+        mask[node, [*ancestors, case.before + node]] = 1
+    depth = torch.tensor([len(ancestors) - case.before for ancestors in case.tree], dtype=torch.int32)
     return mask.repeat(len(case.lengths), 1), depth.repeat(len(case.lengths))
 
 

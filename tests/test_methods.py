@@ -198,7 +198,7 @@ def test_a_gpu_refuses_what_it_does_not_run_by_name():
         except OptionError as error:
             refused[name] = str(error)
     assert set(refused) == {"lookahead", "eagle3_tree"}
-    assert "LookaheadDecodingConfig on a GPU" in refused["lookahead"] and "EAGLE-3 trees" in refused["eagle3_tree"]
+    assert "LookaheadDecodingConfig on a GPU" in refused["lookahead"] and "dynamic tree" in refused["eagle3_tree"]
 
 
 def test_options_are_told_as_they_differ_from_the_defaults():

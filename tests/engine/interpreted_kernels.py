@@ -199,12 +199,57 @@ def test_argmax_gives_the_ids_of_a_shortlist_and_reports_damage():
         assert torch.equal(out, expected) and out[5] == 22
 
 
+@pytest.mark.parametrize("vocab", [900, 2500])
+def test_the_likeliest_tokens_go_where_they_are_wanted(vocab):
+    """Rows that lie apart, some columns left alone, one token wanted twice; of equals the first; ids of a shortlist."""
+    wide = rand(2, 3, vocab + 7, seed=vocab)
+    wide[0, 1, [5, vocab - 1, 70]] = 9.0
+    logits = wide[:, :, :vocab].transpose(0, 1)  # 3 sequences of 2 nodes
+    source = torch.tensor([5, -1, 0, 3, 2, 5, 6], dtype=torch.int32)
+    ids = torch.arange(vocab) * 3 + 1
+    found = []
+    for made in (kernels, reference):
+        tokens, scores = torch.full((3, 9), -7, dtype=torch.int32), torch.full((3, 7), -7.0)
+        made.top_tokens(logits, tokens[:, 1:8], source, 4, ids=ids, scores=scores)
+        plain = torch.full((3, 7), -7, dtype=torch.int32)
+        made.top_tokens(logits, plain, source, 4)
+        found.append((tokens, scores, plain))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    tokens, scores, plain = found[0]
+    assert plain[1, [1, 2, 4]].tolist() == [-7, 5, vocab - 1] and (tokens[:, [0, 2, 8]] == -7).all()
+    assert torch.equal(tokens[:, 1:8][:, source >= 0], ids[plain[:, source >= 0].long()].int())
+
+
+@pytest.mark.parametrize("is_tree", [True, False])
+def test_pairs_are_gathered_from_what_was_accepted(is_tree):
+    """Slots that accepted two rows, none, and all; features wider than a block of the kernel."""
+    features, text = rand(4 * 9, 5000).bfloat16(), torch.arange(4 * 30, dtype=torch.int32).view(4, 30)
+    length = torch.tensor([12, 3, 20, 2], dtype=torch.int32)
+    kept = torch.tensor([[2, 5, 0], [0, 0, 0], [1, 4, 8], [0, 0, 0]], dtype=torch.int32)
+    row = torch.tensor([2, 0, 3, 0], dtype=torch.int32)
+    slots = torch.tensor([2, 0, 1])
+    found = [
+        made.gather_pairs(slots, length, row, kept if is_tree else None, text, features, 9, 4)
+        for made in (kernels, reference)
+    ]
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+    first, last, words, out = found[0]
+    assert first.tolist() == [15, 8, 1] and last.tolist() == [3, 6, 8]
+    assert words.tolist()[4:7] == [9, 10, 11]  # slot 0: its last three tokens
+    assert torch.equal(out[4:7], features[[0, 2, 5] if is_tree else [0, 1, 2]])
+
+
 # ---- rounds ---------------------------------------------------------------------------------------------------------
 
 
 def test_embed_norm_of_tokens_that_lie_apart():
     embed, weight = rand(50, 72).bfloat16(), (rand(72, seed=2, scale=0.2) + 1).bfloat16()
     tokens = torch.tensor([[3, 9], [49, 9], [0, 9]], dtype=torch.int32)[:, 0]
+    places = torch.tensor([2, 2, 0, 1], dtype=torch.int32)
+    looked_up, _, _ = kernels.embed_norm(tokens, embed, weight, 1e-3, None, False, places=places)
+    assert torch.equal(looked_up, embed[[0, 0, 3, 49]])
     for quantized in (False, True):
         x, got, scales = kernels.embed_norm(tokens, embed, weight, 1e-3, None, quantized)
         again, expected, expected_scales = reference.embed_norm(tokens, embed, weight, 1e-3, None, quantized)
@@ -268,7 +313,8 @@ TREES = {
 @pytest.mark.parametrize("is_forced", [False, True])
 @pytest.mark.parametrize("name", list(TREES))
 def test_trees_are_walked_as_their_reference_walks_them(name, is_forced):
-    """Siblings differ; in every row the target's choices follow some branch to a depth of its own."""
+    """Siblings differ; in every row the target's choices follow some branch to a depth of its own. Sequences may have
+    trees of their own: of every second one the last rows are no drafts."""
     tree = DeviceTree(TREES[name], "cpu")
     rows, generator = len(TREES[name]), random.Random(name)
     seen = set()
@@ -281,6 +327,9 @@ def test_trees_are_walked_as_their_reference_walks_them(name, is_forced):
             while at > 0 and generator.random() < 0.9:
                 choices[own, TREES[name][at]] = tokens[own, at]
                 at = TREES[name][at]
+        parents = tree.over(batch).parents
+        if not is_forced:
+            parents[1::2, -2:] = -2
         slots = torch.tensor(generator.sample(range(6), batch))
         first = {
             "length": torch.randint(2, 20, (6,), dtype=torch.int32), "last": torch.zeros(6, 2, dtype=torch.int32),
@@ -291,12 +340,14 @@ def test_trees_are_walked_as_their_reference_walks_them(name, is_forced):
         for made in (kernels, reference):
             has = {key: value.clone() for key, value in first.items()}
             out = torch.zeros(batch, rows + 1, dtype=torch.int32)
-            path = torch.zeros(batch, tree.depth, dtype=torch.int32)
+            path, kept = (torch.zeros(n, tree.depth, dtype=torch.int32) for n in (batch, 6))
             made.finish_round(
                 slots, has["length"], has["last"], has["text"], has["row"], tokens, choices,
                 torch.zeros(batch, dtype=torch.int32), forced, torch.tensor([generator.randrange(1)]), out,
-                parents=tree.parents, path=path,
+                parents=parents, path=path, kept=kept,
             )  # fmt: skip
+            real = slots < 5
+            assert torch.equal(kept[slots[real]], path[real]) and not kept[5].any()
             ends.append({**{key: value[:5] for key, value in has.items()}, "out": out, "path": path})
         for key, ours in ends[0].items():
             assert torch.equal(ours, ends[1][key]), key

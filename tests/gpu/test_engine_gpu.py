@@ -24,11 +24,11 @@ from tutorial_lib.config import (
 )
 from tutorial_lib.drafters.checkpoints import Eagle3Head, Matrix, MedusaHeads
 from tutorial_lib.drafters.ngram import NGramDrafter
-from tutorial_lib.engine import gpu_engine, graph
+from tutorial_lib.engine import gpu_engine, graph, head_drafting
 from tutorial_lib.engine import gpu_model as gpu_model_module
 from tutorial_lib.engine.gpu_build import assemble, plain_tactics, random_packed
 from tutorial_lib.engine.gpu_model import KERNELS, PAGE, Ops
-from tutorial_lib.engine.head_drafting import EagleDrafting, MedusaDrafting
+from tutorial_lib.engine.head_drafting import EagleDrafting, EagleTreeDrafting, MedusaDrafting
 from tutorial_lib.engine.model import ModelConfig, pack
 from tutorial_lib.engine.reference import FP8
 from tutorial_lib.shapes import dummy_config, random_tensors
@@ -43,6 +43,7 @@ SHAPES = {
 }
 SLOTS, MAX_SEQ_LEN, MAX_K = 4, 700, 15
 TEXT = Pieces(dict.fromkeys(range(200_000), b" x"))
+CHOICES = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (0, 0, 0, 0)]
 GAP = {False: 0.05, True: 0.25}  # is FP8 -> of the logits' spread: what roundings on the way may turn round
 
 
@@ -153,8 +154,11 @@ def test_without_dependent_launches_the_text_is_the_same(form):
 # ---- graphs and rounds ----------------------------------------------------------------------------------------------
 
 
+HEADS = ("eagle", "eagle tree", "medusa")
+
+
 def random_heads(method: str, target):
-    """(drafting, tokens it drafts) with random heads in the target's shape: "eagle" or "medusa"."""
+    """(drafting, tokens it drafts) with random heads in the target's shape: one of `HEADS`."""
     shape, generator = target.config, torch.Generator().manual_seed(3)
     width, inner, ids = shape.hidden_size, 2 * shape.hidden_size, torch.arange(0, shape.vocab_size, 7)
 
@@ -164,8 +168,7 @@ def random_heads(method: str, target):
     if method == "medusa":
         blocks = ((torch.randn(3, width, width, generator=generator) * 2 / width**0.5, torch.zeros(3, width)),)
         heads = MedusaHeads(3, blocks, (), ids, None, False)
-        choices = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]
-        return MedusaDrafting(heads, target, choices), len(choices)
+        return MedusaDrafting(heads, target, CHOICES), len(CHOICES)
     one = torch.ones(width)
     attended = shape.num_heads * shape.head_dim
     head = Eagle3Head(
@@ -174,6 +177,8 @@ def random_heads(method: str, target):
         matrix(width, inner),
         one, one, one, one, None, None, ids,
     )  # fmt: skip
+    if method == "eagle tree":
+        return EagleTreeDrafting(head, target, CHOICES, max_sequences=SLOTS), len(CHOICES)
     return EagleDrafting(head, target, max_sequences=SLOTS), 5
 
 
@@ -185,7 +190,7 @@ def with_heads(method: str, target, prompts, params):
     return [made.generate(batch, [params] * len(batch)) for batch in prompts]
 
 
-@pytest.mark.parametrize("method", ["eagle", "medusa"])
+@pytest.mark.parametrize("method", HEADS)
 @pytest.mark.parametrize("name", ["135M", "8B"])
 def test_heads_draft_as_plain_torch_does_and_change_no_text(name, method):
     """Greedy and sampled, alone and in an uneven batch; drafts of the first rounds against the same without kernels."""
@@ -209,6 +214,22 @@ def test_heads_draft_as_plain_torch_does_and_change_no_text(name, method):
         for a, b in zip(mine.drafted, other.drafted, strict=True)
     ]
     assert sum(same) > 0.8 * len(same) > 10
+
+
+@pytest.mark.parametrize("method", HEADS)
+def test_graphs_and_eager_rounds_of_heads_give_the_same_ids(method, monkeypatch):
+    """Batches of 1, 3 (in a bucket of 4) and 2 on one engine, with drafts that are accepted now and then: the target
+    repeats itself. Rounds too, so the same was drafted and accepted."""
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+
+    def rounds():
+        done = with_heads(method, true_shape("135M", "bf16"), (PROMPTS[:1], PROMPTS, PROMPTS[1:]), params)
+        return [[(r.drafted, r.parents, r.path, r.emitted) for r in g.rounds] for batch in done for g in batch]
+
+    captured = rounds()
+    for module in (graph, gpu_model_module, head_drafting):
+        monkeypatch.setattr(module, "captured", lambda run: SimpleNamespace(replay=run))
+    assert rounds() == captured
 
 
 @pytest.mark.parametrize("method", ["plain", "self-draft", "ngram"])

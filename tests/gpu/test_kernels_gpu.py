@@ -189,6 +189,27 @@ def test_argmax_of_rows_that_lie_apart(vocab, pdl):
     assert ((out[:, 2] >= 0) & (out[:, 2] < vocab)).all()  # the next step looks its embedding up
 
 
+@pytest.mark.parametrize("vocab", [8192, 128256])
+def test_top_tokens(vocab, pdl):
+    """Of 3 sequences with 2 nodes each, up to 10 ranks; ids of a shortlist; the first of equals."""
+    from tutorial_lib.engine import kernels
+
+    logits = randn(6, vocab).view(3, 2, vocab)
+    logits[1, 1, [5, 70, vocab - 1]] = 100.0
+    source = torch.tensor([12, -1, *range(10), 11, 10], device="cuda", dtype=torch.int32)
+    shortlist = torch.arange(vocab, device="cuda") * 2 + 1
+    for ids in (None, shortlist):
+        found = []
+        for made, launch in ((kernels, {"pdl": pdl}), (reference, {})):
+            tokens = torch.full((3, 16), -1, device="cuda", dtype=torch.int32)
+            scores = torch.zeros(3, 14, device="cuda")
+            made.top_tokens(logits, tokens[:, 1:15], source, 10, ids=ids, scores=scores, **launch)
+            found.append((tokens, scores))
+        assert torch.equal(found[0][0], found[1][0])
+        torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-4, atol=1e-4)
+    assert found[0][0][1, [14, 13, 1]].tolist() == [11, 141, 2 * vocab - 1] and (found[0][0][:, 2] == -1).all()
+
+
 def test_the_clock_runs_in_nanoseconds():
     from tutorial_lib.engine import kernels
 

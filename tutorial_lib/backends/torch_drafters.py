@@ -66,12 +66,11 @@ def refuse_unsupported(config: DecodingBaseConfig | None, device: str) -> None:
             "None: its rounds always draft max_draft_len tokens",
             "leave it out, or use device='cpu'",
         )
-    is_tree = isinstance(config, EagleDecodingConfig) and (config.use_dynamic_tree or config.eagle_choices)
-    if device == "cuda" and is_tree:
+    if device == "cuda" and isinstance(config, EagleDecodingConfig) and config.use_dynamic_tree:
         raise OptionError(
-            "the torch backend on a GPU does not run EAGLE-3 trees",
-            "a chain",
-            "leave the tree out, or use device='cpu'",
+            "the torch backend on a GPU does not run EAGLE-3's dynamic tree",
+            "a chain or a fixed tree",
+            "use eagle_choices, or device='cpu'",
         )
 
 
@@ -138,6 +137,8 @@ def gpu_draft_rows(config: DecodingBaseConfig | None, head: Checkpoint | None, t
         from ..drafters.medusa import choose_tree
 
         return len(choose_tree(config, read_medusa(head, target), target.vocab_size, head.name))
+    if isinstance(config, EagleDecodingConfig) and config.eagle_choices is not None:
+        return len(config.eagle_choices)
     return config.max_draft_len if config else 0
 
 

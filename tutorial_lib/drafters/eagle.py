@@ -184,10 +184,9 @@ class EagleDrafter:
         self.total = config.max_total_draft_tokens or self.top_k * config.max_draft_len
         chain = [(0,) * depth for depth in range(1, config.max_draft_len + 1)]
         self.is_chain = not self.is_dynamic and config.eagle_choices is None
-        self.plan = _plan([tuple(path) for path in config.eagle_choices] if config.eagle_choices else chain)
-        highest = max(max(ranks) for ranks in self.plan.values())
-        if highest >= size:
-            raise OptionError(f"eagle_choices holds rank {highest}", f"ranks below {size}, the head's vocabulary")
+        choices = [tuple(path) for path in config.eagle_choices] if config.eagle_choices else chain
+        check_ranks(choices, size)
+        self.plan = _plan(choices)
         fed = self.top_k * config.max_draft_len if self.is_dynamic else len(self.plan)
         self.layer = Eagle3Layer(head, target, cache_rows=target.max_seq_len + fed)
         self._pairs: dict[int, int] = {}  # slot -> how many pairs its cache holds, all made of true features
@@ -341,6 +340,12 @@ class EagleDrafter:
 
     def _target_id(self, index: int) -> int:
         return index if self._ids is None else self._ids[index]
+
+
+def check_ranks(choices: Sequence[Path], size: int) -> None:
+    """`OptionError` for a rank that a head of `size` output rows has not."""
+    if (highest := max(map(max, choices))) >= size:
+        raise OptionError(f"eagle_choices holds rank {highest}", f"ranks below {size}, the head's vocabulary")
 
 
 def _plan(choices: Sequence[Path]) -> dict[Path, list[int]]:

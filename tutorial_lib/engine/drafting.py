@@ -7,7 +7,7 @@ the round's `tokens` behind their first column and, where it sampled, returns th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,10 +23,18 @@ if TYPE_CHECKING:
 Take = Callable[[int, torch.Tensor], None]  # (first position, features [64, F * H])
 
 
+class TreeRows(NamedTuple):
+    """The trees of a round's sequences. parents: int32 [batch, rows]. mask, depths: what attention takes, int8
+    [batch * rows, rows] and int32 [batch * rows]."""
+
+    parents: torch.Tensor
+    mask: torch.Tensor
+    depths: torch.Tensor
+
+
 class DeviceTree:
     """A fixed tree over a round's rows, row 0 the text's last token. parents: the row of each row's parent, -1 for row
-    0. Here: parents and depths int32 [rows], the mask that attention takes, and `of_drafts`, the same parents as
-    `Round.parents` counts them."""
+    0. `of_drafts`: the same parents as `Round.parents` counts them."""
 
     def __init__(self, parents: Sequence[int], device) -> None:
         rows = len(parents)
@@ -37,16 +45,13 @@ class DeviceTree:
                 mask[row] = mask[parent]
             mask[row, row] = 1
         self.depth, self.of_drafts = max(depths), tuple(parent - 1 for parent in parents[1:])
-        self.parents = torch.tensor(list(parents), dtype=torch.int32, device=device)
-        self.depths = torch.tensor(depths, dtype=torch.int32, device=device)
+        self._parents = torch.tensor(list(parents), dtype=torch.int32, device=device)
+        self._depths = torch.tensor(depths, dtype=torch.int32, device=device)
         self._mask = mask.to(device)
-        self._over: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def over(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(mask int8 [batch * rows, rows], depths int32 [batch * rows]), made once for a batch size."""
-        if batch not in self._over:
-            self._over[batch] = (self._mask.repeat(batch, 1), self.depths.repeat(batch))
-        return self._over[batch]
+    def over(self, batch: int) -> TreeRows:
+        """The same tree for every sequence of a batch."""
+        return TreeRows(self._parents.repeat(batch, 1), self._mask.repeat(batch, 1), self._depths.repeat(batch))
 
 
 class Drafting(Protocol):

@@ -67,6 +67,7 @@ class GpuEngine(Engine):
         self.state = DeviceState.make(
             max_slots, self._blocks, target.pages - 1, target.device,
             feature_rows=self.max_draft_len + 1, feature_width=len(layers) * target.config.hidden_size,
+            tree_depth=0 if tree is None else tree.depth,
         )  # fmt: skip
         self._simulated = simulated_acceptance
         if simulated_acceptance is not None:
@@ -180,7 +181,7 @@ class GpuEngine(Engine):
         """A slot's text after prefill; its last token has not been seen by the target."""
         state, count = self.state, len(token_ids)
         ids = torch.tensor(token_ids, dtype=torch.int32, device=state.length.device)
-        state.length[slot], state.last[slot], state.row[slot] = count, ids[-2:], 0
+        state.length[slot], state.last[slot], state.row[slot], state.kept[slot] = count, ids[-2:], 0, 0
         state.text[slot, :count] = ids
 
     def _rounds(self, active: list[Request], is_one_round: bool) -> Iterator[None]:

@@ -24,7 +24,9 @@ from .reference import Tap
 MAX_STEP_ROWS = 64
 PAGE = reference.PAGE
 STEP_KERNELS = ("linear", "gate_up", "embed_norm", "add_norm", "quantize_rows", "attention", "argmax")
-KERNELS = (*STEP_KERNELS, "begin_round", "finish_round", "keep_path", "match_ngram")
+ROUND_KERNELS = ("begin_round", "finish_round", "keep_path")
+DRAFT_KERNELS = ("match_ngram", "top_tokens", "gather_pairs")
+KERNELS = (*STEP_KERNELS, *ROUND_KERNELS, *DRAFT_KERNELS)
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class Ops:
     finish_round: Callable[..., None]
     keep_path: Callable[..., None]
     match_ngram: Callable[..., None]
+    top_tokens: Callable[..., None]
+    gather_pairs: Callable[..., Any]
     pdl: bool
 
     @classmethod

@@ -30,6 +30,7 @@ class DeviceState:
     last: torch.Tensor  # int32 [slots + 1, 2]: the last two of them
     text: torch.Tensor  # int32 [slots + 1, positions]: all of them
     row: torch.Tensor  # int32 [slots + 1]: which row of the last verification its last accepted token had
+    kept: torch.Tensor  # int32 [slots + 1, depth]: with a tree, the rows of all accepted tokens, 0 behind them
     features: torch.Tensor  # bf16 [(slots + 1) * rows, F * H]: what the drafter asked for of every such row
     table: torch.Tensor  # int32 [slots + 1, blocks]
     params: SlotParams
@@ -38,8 +39,9 @@ class DeviceState:
 
     @classmethod
     def make(
-        cls, slots: int, blocks: int, scratch_page: int, device, *, feature_rows: int = 0, feature_width: int = 0
-    ) -> DeviceState:
+        cls, slots: int, blocks: int, scratch_page: int, device, *, feature_rows: int = 0, feature_width: int = 0,
+        tree_depth: int = 0,
+    ) -> DeviceState:  # fmt: skip
         def ints(*shape: int, fill: int = 0) -> torch.Tensor:
             return torch.full(shape, fill, dtype=torch.int32, device=device)
 
@@ -48,6 +50,7 @@ class DeviceState:
             last=ints(slots + 1, 2),
             text=ints(slots + 1, blocks * PAGE),
             row=ints(slots + 1),
+            kept=ints(slots + 1, tree_depth),
             features=torch.zeros((slots + 1) * feature_rows, feature_width, dtype=torch.bfloat16, device=device),
             table=ints(slots + 1, blocks, fill=scratch_page),
             params=SlotParams.make(slots + 1, device),
@@ -100,6 +103,7 @@ class RoundProgram:
         stamps, self.damage, lengths, out, path = self.report.split(self.parts)
         self.stamps, self.drafted_len, self.out = stamps.view(torch.long), lengths.fill_(k), out.view(batch, k + 2)
         self.path = path.view(batch, depth) if self.tree is not None else None
+        self.rows = None if self.tree is None else self.tree.over(batch)
         self.taps = None
         if drafting is not None and drafting.feature_layers:
             self.taps = Taps(drafting.feature_layers, state.features, ints(batch * (k + 1)))
@@ -154,7 +158,8 @@ class RoundProgram:
         ops.finish_round(
             self.slots, state.length, state.last, state.text, state.row, self.tokens, self.choices, self.drafted_len,
             state.forced if self.is_forced else None, state.counter, self.out, decided=decided,
-            parents=None if self.tree is None else self.tree.parents, path=self.path, pdl=ops.pdl,
+            parents=None if self.rows is None else self.rows.parents, path=self.path,
+            kept=None if self.rows is None else state.kept, pdl=ops.pdl,
         )  # fmt: skip
         if self.path is not None:
             ops.keep_path(self.target.cache, state.table, self.slots32, self.starts[1], self.path, ops.pdl)
@@ -188,7 +193,7 @@ class RoundProgram:
         """The target's logits, float32 [B, K + 1, V]; its argmax goes into `choices`."""
         logits = self.target.step(
             self.tokens.view(-1), self.state.table, self.starts[1], self.slots32, self.k + 1,
-            None if self.tree is None else self.tree.over(self.batch), self.taps,
+            None if self.rows is None else (self.rows.mask, self.rows.depths), self.taps,
         )  # fmt: skip
         self.target.ops.argmax(logits, self.choices.view(-1), self.target.ops.pdl, damage=self.damage)
         return logits.view(self.batch, self.k + 1, -1)
@@ -205,8 +210,10 @@ class RoundProgram:
         p = probabilities(logits.reshape(-1, logits.shape[-1]), repeated)
         if q is not None:
             return accept_sampled(self.drafts, q, p.view_as(logits), self.drafted_len, params.seed, position)
-        depth = torch.arange(self.k + 1, device=p.device) if self.tree is None else self.tree.depths.long()
-        at = (position[:, None] + depth).view(-1)
+        depths = torch.arange(self.k + 1, device=p.device)
+        if self.rows is not None:
+            depths = self.rows.depths.view(self.batch, -1).long()
+        at = (position[:, None] + depths).view(-1)
         self.choices.copy_(draw(p, uniform(repeated.seed, at, Purpose.TOKEN)).view_as(self.choices))
         return None
 

@@ -9,18 +9,21 @@ product follows from its shape and is not tuned. Drafts are certain choices at a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 
-from ..config import EagleDecodingConfig, MedusaDecodingConfig
+from ..config import EagleDecodingConfig, MedusaDecodingConfig, check_choices
 from ..drafters.checkpoints import Eagle3Head, Matrix, MedusaHeads
+from ..drafters.eagle import check_ranks
 from ..drafters.medusa import choose_tree
 from ..errors import OptionError
 from .drafting import DeviceTree, Take
 from .gpu_model import MAX_STEP_ROWS, PAGE, GpuModel, Weight, captured, rotary_tables
+from .reference import Tap
 
 if TYPE_CHECKING:
     from .graph import RoundProgram
@@ -43,9 +46,12 @@ def small_weight(matrix: torch.Tensor, *, is_split: bool = True) -> Weight:
 class EagleDrafting:
     """A chain by one EAGLE-3 layer. head: as read from a checkpoint; target: whose embeddings and head rows it shares.
 
-    A round's first step makes pairs of the rows that the target has just verified, all K + 1 of them: those behind the
+    A round's first step makes pairs of what the target has just accepted, as many as that can be: those behind the
     last accepted one are made of guesses, stand where later pairs will, and nothing looks at them. Every later step
     goes on from the layer's own output.
+
+    Launches: 16 for the first step and 11 for every later one, and one more each where the head's vocabulary is above
+    `ONE_ARGMAX`.
     """
 
     tree: DeviceTree | None = None
@@ -95,21 +101,24 @@ class EagleDrafting:
     def begin(self, prompt_ids: Sequence[int], table: torch.Tensor, slot: int) -> None: ...
 
     def draft(self, round: RoundProgram) -> None:
-        state, ops, rows = round.state, self.target.ops, round.k + 1
-        row, length = state.row[round.slots], state.length[round.slots]
-        steps = torch.arange(rows, device=row.device)
-        first = length - 2 - row  # the pair of the row that was verified first
-        words = state.text[round.slots].gather(1, (first[:, None] + 1 + steps).long())
-        assert round.taps is not None
-        features = state.features.index_select(0, round.taps.rows)
-        x, h = self.pairs(features, words.view(-1), state.table, first, round.slots32, rows)
-        last = torch.arange(0, round.batch * rows, rows, device=row.device) + row
+        ops = self.target.ops
+        x, h, last = self.first_step(round, round.k + 1)
         x, h = x.index_select(0, last), h.index_select(0, last)
         for i in range(round.k):
             if i > 0:
-                x, h = self.step(round.tokens[:, i], x, None, state.table, round.starts[i], round.slots32, 1)
-            logits = ops.linear(h, None, self.output.data, None, self.output.tactic(h.shape[0]), ops.pdl)[0]
-            ops.argmax(logits, round.tokens[:, i + 1], ops.pdl, ids=self.draft_ids)
+                x, h = self.step(round.tokens[:, i], x, None, round.state.table, round.starts[i], round.slots32, 1)
+            ops.argmax(self.logits(h), round.tokens[:, i + 1], ops.pdl, ids=self.draft_ids)
+
+    def first_step(self, round: RoundProgram, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`rows` pairs of every sequence: their outputs, the norms of those, and which of them are the last true
+        ones."""
+        state, ops = round.state, self.target.ops
+        kept = None if round.tree is None else state.kept
+        first, last, words, features = ops.gather_pairs(
+            round.slots, state.length, state.row, kept, state.text, state.features, round.k + 1, rows, ops.pdl
+        )
+        x, h = self.pairs(features, words, state.table, first, round.slots32, rows)
+        return x, h, last
 
     def pairs(self, features, words, table, lengths, slots, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """`step` over true features [rows in all, F * H]."""
@@ -118,26 +127,133 @@ class EagleDrafting:
         g = torch.zeros(features.shape[0], self.shape.hidden_size, dtype=torch.bfloat16, device=features.device)
         return self.step(words, g, parts, table, lengths, slots, rows)
 
-    def step(self, words, g, parts, table, lengths, slots, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer over pairs (g + sum of `parts`, the word after): its output, which is the next g, and its norm."""
+    def step(
+        self, words, g, parts, table, lengths, slots, rows: int, *, places=None, behind=None, tree=None,
+        tap: Tap | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """The layer over pairs (g + sum of `parts`, the word after): its output, which is the next g, and its norm.
+
+        For nodes of a tree, whose rows are not those of `words` and `g`: places, behind int32 [rows in all], where in
+        `words` each one's token and where in `g` its parent's output is. tree: as attention takes it.
+        """
         ops, width = self.target.ops, self.shape.hidden_size
-        both = torch.empty(g.shape[0], 2 * width, dtype=torch.bfloat16, device=g.device)
-        ops.embed_norm(words, self.embed, self.input_norm, self.eps, None, False, ops.pdl, out=both[:, :width])
-        ops.add_norm(g, parts, self.hidden_norm, self.eps, None, False, ops.pdl, out=both[:, width:])
+        norm = (self.eps, None, False, ops.pdl)
+        count = g.shape[0] if behind is None else behind.shape[0]
+        both = torch.empty(count, 2 * width, dtype=torch.bfloat16, device=g.device)
+        ops.embed_norm(words, self.embed, self.input_norm, *norm, out=both[:, :width], places=places)
+        if behind is None:
+            ops.add_norm(g, parts, self.hidden_norm, *norm, out=both[:, width:])
+        else:  # looking rows up is all the same to the kernel, whether they are embeddings or outputs
+            g, *_ = ops.embed_norm(behind, g, self.hidden_norm, *norm, out=both[:, width:])
         x = both[:, width:].clone() if self.is_residual_normed else g
         parts = self._product(self.qkv, both)
         h = ops.attention(
             parts, self._layer, self.cache, table, lengths, slots, rows, self.target.max_positions, self._scratch, None,
-            pdl=ops.pdl,
+            tree=tree, pdl=ops.pdl,
         )  # fmt: skip
         parts = self._product(self.o, h)
-        h, _ = ops.add_norm(x, parts, self.post_norm, self.eps, None, False, ops.pdl)
+        h, _ = ops.add_norm(x, parts, self.post_norm, *norm)
         h = ops.gate_up(h, None, self.gate_up.data, None, None, self.gate_up.tactic(h.shape[0]), ops.pdl)
-        h, _ = ops.add_norm(x, self._product(self.down, h), self.norm, self.eps, None, False, ops.pdl)
+        h, _ = ops.add_norm(x, self._product(self.down, h), self.norm, *norm, tap=tap)
         return x, h
+
+    def logits(self, h: torch.Tensor) -> torch.Tensor:
+        """float32 [rows, V_d]."""
+        return self._product(self.output, h)[0]
 
     def _product(self, weight: Weight, x: torch.Tensor) -> torch.Tensor:
         return self.target.ops.linear(x, None, weight.data, None, weight.tactic(x.shape[0]), self.target.ops.pdl)
+
+
+@dataclass(frozen=True)
+class _Level:
+    """One step of a fixed tree: its inner nodes of one depth, for a batch. start: how many inner nodes stand before
+    them. places, behind, tree: see `EagleDrafting.step`; to: where their outputs are kept. source, ranks: which of
+    their best tokens become drafts, see `kernels.top_tokens`."""
+
+    start: int
+    rows: int
+    places: torch.Tensor
+    behind: torch.Tensor
+    to: torch.Tensor
+    tree: tuple[torch.Tensor, torch.Tensor]
+    source: torch.Tensor
+    ranks: int
+
+
+class EagleTreeDrafting(EagleDrafting):
+    """A fixed tree: `choices` as `check_choices` orders them, by depth.
+
+    The layer runs once for every depth, over the nodes of it that have children. Their keys are written behind the
+    last true pair one after another, so a node's ancestors are some of what stands before it: a mask over all of that
+    says which. The outputs lie in one matrix, the last true pairs' first and then every sequence's inner nodes.
+
+    Launches: 17 for the first step and 12 for every further depth.
+    """
+
+    def __init__(
+        self, head: Eagle3Head, target: GpuModel, choices: Sequence[tuple[int, ...]], *, max_sequences: int
+    ) -> None:
+        super().__init__(head, target, max_sequences=max_sequences)
+        self.choices = tuple(choices)
+        place = {(): 0} | {path: row for row, path in enumerate(self.choices, start=1)}
+        self.tree = DeviceTree((-1, *(place[path[:-1]] for path in self.choices)), target.device)
+        self._levels: dict[int, list[_Level]] = {}
+
+    def draft(self, round: RoundProgram) -> None:
+        assert self.tree is not None
+        batch, ops, state = round.batch, self.target.ops, round.state
+        levels = self._levels.get(batch) or self._levels.setdefault(batch, self._plan(batch))
+        x, h, last = self.first_step(round, self.tree.depth + 1)
+        outputs = torch.empty(sum(batch * level.rows for level in levels), x.shape[1], dtype=x.dtype, device=x.device)
+        torch.index_select(x, 0, last, out=outputs[:batch])
+        h = h.index_select(0, last)
+        for depth, level in enumerate(levels):
+            if depth > 0:
+                _, h = self.step(
+                    round.tokens.view(-1), outputs, None, state.table, round.starts[level.start], round.slots32,
+                    level.rows, places=level.places, behind=level.behind, tree=level.tree,
+                    tap=Tap(outputs, level.to),
+                )  # fmt: skip
+            logits = self.logits(h).view(batch, level.rows, -1)
+            ops.top_tokens(logits, round.drafts, level.source, level.ranks, ops.pdl, ids=self.draft_ids)
+
+    def _plan(self, batch: int) -> list[_Level]:
+        """What every step takes, made once for a batch size."""
+        device, rows = self.target.device, len(self.choices) + 1
+        inner = [(), *(path for path in self.choices if any(other[:-1] == path for other in self.choices))]
+        number = {path: i for i, path in enumerate(inner)}
+        place = {(): 0} | {path: row for row, path in enumerate(self.choices, start=1)}
+        per_sequence = len(inner) - 1
+
+        def ints(values: Sequence[int]) -> torch.Tensor:
+            return torch.tensor(list(values), dtype=torch.int32, device=device)
+
+        def output(sequence: int, path: tuple[int, ...]) -> int:
+            return sequence if not path else batch + sequence * per_sequence + number[path] - 1
+
+        levels = []
+        for depth in range(len(inner[-1]) + 1):
+            own = [path for path in inner if len(path) == depth]
+            start, sequences = number[own[0]], range(batch)
+            ranks = max(path[-1] for path in self.choices if len(path) == depth + 1) + 1
+            source = [
+                own.index(path[:-1]) * ranks + path[-1] if len(path) == depth + 1 else -1 for path in self.choices
+            ]
+            mask = torch.zeros(len(own), start - 1 + len(own) if depth else 1, dtype=torch.int8)
+            for i, path in enumerate(own if depth else ()):
+                mask[i, [number[path[:d]] - 1 for d in range(1, depth + 1)]] = 1
+            levels.append(
+                _Level(
+                    start, len(own),
+                    ints([b * rows + place[path] for b in sequences for path in own]),
+                    ints([output(b, path[:-1]) for b in sequences for path in own]),
+                    ints([output(b, path) for b in sequences for path in own]),
+                    (mask.to(device).repeat(batch, 1), ints([depth - start] * (batch * len(own)))),
+                    ints(source), ranks,
+                )
+            )  # fmt: skip
+        return levels
 
 
 class _PairStep:
@@ -189,9 +305,9 @@ class MedusaDrafting:
         self.target, depth = target, max(map(len, choices))
         place = {(): 0} | {path: row for row, path in enumerate(choices, start=1)}
         self.tree: DeviceTree | None = DeviceTree((-1, *(place[path[:-1]] for path in choices)), device)
-        self.head_of = torch.tensor([len(path) - 1 for path in choices], device=device)
-        self.rank_of = torch.tensor([path[-1] for path in choices], device=device)
         self.ranks = max(path[-1] for path in choices) + 1
+        source = [(len(path) - 1) * self.ranks + path[-1] for path in choices]
+        self.source = torch.tensor(source, dtype=torch.int32, device=device)
         self.blocks = [
             (w[:depth].to(device, torch.bfloat16).transpose(1, 2), b[:depth, None].to(device, torch.bfloat16))
             for w, b in heads.blocks
@@ -211,9 +327,8 @@ class MedusaDrafting:
         x = round.state.features.index_select(0, rows).expand(self.depth, -1, -1)
         for weight, bias in self.blocks:
             x = x + F.silu(torch.baddbmm(bias, x, weight))
-        best = self._logits(x.contiguous()).topk(self.ranks, dim=-1).indices  # [heads, B, ranks]
-        chosen = best[self.head_of, :, self.rank_of].t()
-        round.drafts.copy_(chosen if self.draft_ids is None else self.draft_ids[chosen])
+        logits, ops = self._logits(x.contiguous()).transpose(0, 1), self.target.ops
+        ops.top_tokens(logits, round.drafts, self.source, self.ranks, ops.pdl, ids=self.draft_ids)
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         """float32 [heads, B, V_d]."""
@@ -244,10 +359,15 @@ def _output(own: Matrix | None, draft_ids: torch.Tensor | None, target: GpuModel
 def open_eagle_drafting(
     config: EagleDecodingConfig, target: GpuModel, head: Eagle3Head, max_sequences: int
 ) -> EagleDrafting:
-    """A chain of `config.max_draft_len`; the backend refuses trees before. Raises `OptionError` for several layers."""
+    """As `drafters.eagle.open_eagle`; a tree has at most 63 tokens here."""
     if config.num_eagle_layers not in (None, 1):
         raise OptionError(f"num_eagle_layers is {config.num_eagle_layers}", "1: an EAGLE-3 head has one layer")
-    return EagleDrafting(head, target, max_sequences=max_sequences)
+    if config.eagle_choices is None:
+        return EagleDrafting(head, target, max_sequences=max_sequences)
+    choices = check_choices("eagle_choices", config.eagle_choices)
+    check_ranks(choices, target.config.vocab_size if head.draft_ids is None else len(head.draft_ids))
+    _refuse_wide(len(choices))
+    return EagleTreeDrafting(head, target, choices, max_sequences=max_sequences)
 
 
 def open_medusa_drafting(
@@ -255,6 +375,10 @@ def open_medusa_drafting(
 ) -> MedusaDrafting:
     """As `drafters.medusa.open_medusa`; a tree has at most 63 tokens here."""
     choices = choose_tree(config, heads, target.config.vocab_size, name)
-    if len(choices) >= MAX_STEP_ROWS:
-        raise OptionError(f"the tree has {len(choices)} tokens", f"at most {MAX_STEP_ROWS - 1} on a GPU")
+    _refuse_wide(len(choices))
     return MedusaDrafting(heads, target, choices)
+
+
+def _refuse_wide(tokens: int) -> None:
+    if tokens >= MAX_STEP_ROWS:
+        raise OptionError(f"the tree has {tokens} tokens", f"at most {MAX_STEP_ROWS - 1} on a GPU")

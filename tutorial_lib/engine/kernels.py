@@ -11,8 +11,8 @@ rows. One layer is seven launches:
     gate_up       gate and up in one product, SiLU(gate) * up, quantize
     linear        down projection, whose partials the next add_norm sums
 
-A round adds `begin_round` (where every step starts), an `argmax` after each output head, and `finish_round` (accept,
-advance).
+A round adds `begin_round` (where every step starts), an `argmax` or `top_tokens` after each output head, and
+`finish_round` (accept, advance).
 
 The order in which a row's numbers are added never depends on how many rows there are: tiles and splits are fixed
 positions in K and in the sequence. So a token verified among K others gets the very logits that plain decoding gives.
@@ -35,6 +35,7 @@ from .reference import FP8, PAGE, Tap
 MAX_PROGRAMS = 32  # attention programs per head: beyond this many pages each takes several
 MAX_LANES = 32  # query vectors (rows times heads of a group) per attention program: more would combine alone
 ONE_ARGMAX, ARGMAX_TILE = 16384, 2048  # rows up to the first are searched by one program, longer ones in tiles
+TOP_TILE = 1024  # likewise for the several largest of a row: each of them is one more search
 IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
 _WIDEN = tl.constexpr(IS_INTERPRETED)  # Triton's interpreter cannot multiply bf16: there, and only there, widen first
 
@@ -176,10 +177,10 @@ def gate_up(x, x_scale, weight, weight_scale, out_scale, tactic: Tactic, pdl: bo
 
 @triton.jit(do_not_specialize=["rows"])
 def _add_norm_kernel(
-    residual_ptr, parts_ptr, token_ptr, embed_ptr, weight_ptr, out_ptr, scale_in_ptr, scale_out_ptr,
+    residual_ptr, parts_ptr, token_ptr, place_ptr, embed_ptr, weight_ptr, out_ptr, scale_in_ptr, scale_out_ptr,
     tap_ptr, tap_row_ptr, rows, width, token_stride, out_stride, tap_stride, eps,
-    SPLITS: tl.constexpr, IS_LOOKUP: tl.constexpr, TAP: tl.constexpr, BLOCK: tl.constexpr, QUANT: tl.constexpr,
-    PDL: tl.constexpr,
+    SPLITS: tl.constexpr, IS_LOOKUP: tl.constexpr, HAS_PLACES: tl.constexpr, TAP: tl.constexpr, BLOCK: tl.constexpr,
+    QUANT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row: residual += sum of partials (or = the row of a token), then RMSNorm. QUANT: 0 bf16 out, 1 given scale,
     2 this row's own. TAP: 1 copies the residual, 2 the normed row."""
@@ -191,7 +192,10 @@ def _add_norm_kernel(
         tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
     if IS_LOOKUP:
-        token = tl.load(token_ptr + row * token_stride).to(tl.int64)
+        place = row
+        if HAS_PLACES:
+            place = tl.load(place_ptr + row)
+        token = tl.load(token_ptr + place * token_stride).to(tl.int64)
         x = tl.load(embed_ptr + token * width + i, mask=inside, other=0.0).to(tl.float32)
         tl.store(residual_ptr + row * width + i, x.to(tl.bfloat16), mask=inside)
     else:
@@ -239,29 +243,31 @@ def add_norm(
     `scale` (float32 scalar tensor), or by each row's own largest value if `scale` is None. parts may be None. out:
     [rows, width] of any row stride that gets the result. tap: where a copy goes.
     """
-    return _norm(residual, parts, None, None, weight, eps, scale, is_quantized, pdl, out, tap)
+    return _norm(residual, parts, None, None, None, weight, eps, scale, is_quantized, pdl, out, tap)
 
 
 def embed_norm(
-    tokens, embed, weight, eps: float, scale, is_quantized: bool, pdl: bool = False, *, out=None, tap: Tap | None = None
-):
+    tokens, embed, weight, eps: float, scale, is_quantized: bool, pdl: bool = False, *,
+    out=None, tap: Tap | None = None, places=None,
+):  # fmt: skip
     """What a step begins with: (residual bf16 [rows, width], and its RMSNorm as from `add_norm`). tokens: int [rows],
-    any stride; embed: bf16 [vocab, width]."""
-    residual = torch.empty(tokens.shape[0], embed.shape[1], device=embed.device, dtype=embed.dtype)
-    return residual, *_norm(residual, None, tokens, embed, weight, eps, scale, is_quantized, pdl, out, tap)
+    any stride; embed: bf16 [vocab, width]. places: int32 [rows], row i looks up tokens[places[i]]."""
+    rows = (tokens if places is None else places).shape[0]
+    residual = torch.empty(rows, embed.shape[1], device=embed.device, dtype=embed.dtype)
+    return residual, *_norm(residual, None, tokens, places, embed, weight, eps, scale, is_quantized, pdl, out, tap)
 
 
-def _norm(residual, parts, tokens, embed, weight, eps, scale, is_quantized, pdl, out, tap):
+def _norm(residual, parts, tokens, places, embed, weight, eps, scale, is_quantized, pdl, out, tap):
     rows, width = residual.shape
     if out is None:
         out = torch.empty(rows, width, device=residual.device, dtype=FP8 if is_quantized else torch.bfloat16)
     scales = torch.empty(rows, device=residual.device, dtype=torch.float32) if is_quantized else None
     _add_norm_kernel[(rows,)](
-        residual, parts, tokens, embed, weight, out, scale, scales,
+        residual, parts, tokens, places, embed, weight, out, scale, scales,
         None if tap is None else tap.out, None if tap is None else tap.rows,
         rows, width, 0 if tokens is None else tokens.stride(0), out.stride(0), 0 if tap is None else tap.out.stride(0),
         eps,
-        SPLITS=0 if parts is None else parts.shape[0], IS_LOOKUP=tokens is not None,
+        SPLITS=0 if parts is None else parts.shape[0], IS_LOOKUP=tokens is not None, HAS_PLACES=places is not None,
         TAP=0 if tap is None else 2 if tap.is_normed else 1,
         BLOCK=triton.next_power_of_2(width), QUANT=0 if not is_quantized else 1 if scale is not None else 2,
         PDL=pdl and not IS_INTERPRETED, num_warps=16 if width >= 4096 else 8, **launch_options(pdl),
@@ -328,12 +334,12 @@ def _rotated_head(
     return first * cos - second * sin, second * cos + first * sin
 
 
-@triton.jit(do_not_specialize=["rows", "total_rows"])
+@triton.jit(do_not_specialize=["rows", "total_rows", "before"])
 def _attention_kernel(
     parts_ptr, bias_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, cache_ptr, kv_scale_ptr,
     table_ptr, length_ptr, slot_ptr, mask_ptr, depth_ptr,
     max_ptr, sum_ptr, acc_ptr, counter_ptr, out_ptr, out_scale_ptr,
-    rows, total_rows, max_blocks, softmax_scale, eps, window,
+    rows, total_rows, before, max_blocks, softmax_scale, eps, window,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr, NEW: tl.constexpr,
     SPLITS: tl.constexpr, TILES: tl.constexpr, PROGRAMS: tl.constexpr, TOKENS: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_TREE: tl.constexpr, HAS_WINDOW: tl.constexpr,
@@ -451,10 +457,10 @@ def _attention_kernel(
                     scores *= k_scale
                 seen = position[None, :] <= q_at[:, None]
                 if HAS_TREE:
-                    offset = position - length
-                    inside = (offset >= 0) & (offset < rows)
+                    offset = position - length + before
+                    inside = (offset >= 0) & (offset < before + rows)
                     allowed = tl.load(
-                        mask_ptr + q_row[:, None] * rows + offset[None, :],
+                        mask_ptr + q_row[:, None] * (before + rows) + offset[None, :],
                         mask=inside[None, :] & is_lane[:, None], other=0,
                     )  # fmt: skip
                     seen = (offset < 0)[None, :] | (inside[None, :] & (allowed != 0))
@@ -548,7 +554,8 @@ def attention(
     cache: [pages, 2, kv_heads, PAGE, dim], bf16 or FP8, new rows are written into it. block_table: int32
     [slots, blocks]. lengths: int32 [sequences], tokens already in the cache. slots: int32 [sequences]. max_positions:
     the most tokens any sequence may hold after this step (fixes the launch). tree: None for a chain, else
-    (mask int8 [sequences * rows, rows], depth int32 [sequences * rows]).
+    (mask int8 [sequences * rows, span], depth int32 [sequences * rows]): which of the last `span` positions, the new
+    rows among them, a row sees (all before those), and where it stands behind `lengths`.
     """
     config = layer.config
     sequences, half = lengths.shape[0], config.head_dim // 2
@@ -563,7 +570,8 @@ def attention(
         parts, layer.qkv_bias, layer.q_norm, layer.k_norm, layer.cos, layer.sin, cache, layer.kv_scale,
         block_table, lengths, slots, tree[0] if tree else None, tree[1] if tree else None,
         scratch.top, scratch.total, scratch.acc, scratch.counter, out, out_scale,
-        rows, sequences * rows, block_table.shape[1], config.head_dim**-0.5, config.rms_norm_eps, window or 0,
+        rows, sequences * rows, tree[0].shape[1] - rows if tree else 0, block_table.shape[1],
+        config.head_dim**-0.5, config.rms_norm_eps, window or 0,
         HEADS=config.num_heads, KV_HEADS=config.num_kv_heads, HALF=half, LANES=lanes, NEW=row_block(rows),
         SPLITS=parts.shape[0], TILES=tiles, PROGRAMS=programs, TOKENS=PAGE,
         HAS_BIAS=layer.qkv_bias is not None, HAS_NORM=layer.q_norm is not None, HAS_TREE=tree is not None,
@@ -653,6 +661,91 @@ def argmax(logits, out, pdl: bool = False, *, ids=None, damage=None) -> None:
 
 
 @triton.jit
+def _top_tile_kernel(
+    logits_ptr, best_ptr, where_ptr, sum_ptr, batch_stride, node_stride, nodes, vocab, tiles,
+    RANKS: tl.constexpr, HAS_SCORES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The largest of one tile of one row, in order."""
+    row, tile = tl.program_id(0), tl.program_id(1)
+    if PDL:
+        tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
+    i = tl.arange(0, BLOCK)
+    start = (row // nodes).to(tl.int64) * batch_stride + (row % nodes).to(tl.int64) * node_stride + tile * BLOCK
+    x = tl.load(logits_ptr + start + i, mask=tile * BLOCK + i < vocab, other=-float("inf"))
+    x = tl.where(x == x, x, float("inf"))
+    to = (row * tiles + tile) * RANKS
+    if HAS_SCORES:
+        tl.store(sum_ptr + row * tiles + tile, tl.sum(tl.exp(x - tl.max(x, 0)), 0))
+    for rank in range(RANKS):
+        at = tl.argmax(x, 0)
+        tl.store(best_ptr + to + rank, tl.max(x, 0))
+        tl.store(where_ptr + to + rank, tile * BLOCK + at)
+        x = tl.where(i == at, -float("inf"), x)
+
+
+@triton.jit
+def _top_finish_kernel(
+    best_ptr, where_ptr, sum_ptr, ids_ptr, source_ptr, out_ptr, score_ptr,
+    nodes, columns, tiles, out_stride, score_stride,
+    RANKS: tl.constexpr, HAS_IDS: tl.constexpr, HAS_SCORES: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
+    COLUMNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The largest of one row out of those of its tiles, each to the columns that want it."""
+    row = tl.program_id(0)
+    c, i, t = tl.arange(0, COLUMNS), tl.arange(0, BLOCK), tl.arange(0, TILES)
+    source = tl.load(source_ptr + c, mask=c < columns, other=-1)
+    if PDL:
+        tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
+    x = tl.load(best_ptr + row * tiles * RANKS + i, mask=i < tiles * RANKS, other=-float("inf"))
+    if HAS_SCORES:
+        tops = tl.load(best_ptr + (row * tiles + t) * RANKS, mask=t < tiles, other=-float("inf"))
+        sums = tl.load(sum_ptr + row * tiles + t, mask=t < tiles, other=0.0)
+        top = tl.max(tops, 0)
+        whole = top + tl.log(tl.sum(tl.exp(tops - top) * sums, 0))
+    out = out_ptr + (row // nodes) * out_stride + c
+    for rank in range(RANKS):
+        at, best = tl.argmax(x, 0), tl.max(x, 0)
+        token = tl.load(where_ptr + row * tiles * RANKS + at)
+        if HAS_IDS:
+            token = tl.load(ids_ptr + token).to(tl.int32)
+        is_wanted = source == (row % nodes) * RANKS + rank
+        tl.store(out, tl.zeros([COLUMNS], tl.int32) + token, mask=is_wanted)
+        if HAS_SCORES:
+            score = score_ptr + (row // nodes) * score_stride + c
+            tl.store(score, tl.zeros([COLUMNS], tl.float32) + (best - whole), mask=is_wanted)
+        x = tl.where(i == at, -float("inf"), x)
+
+
+def top_tokens(logits, out, source, ranks: int, pdl: bool = False, *, ids=None, scores=None) -> None:
+    """The `ranks` likeliest tokens of every row, the first of equals first, each to where it is wanted.
+
+    logits float32 [B, nodes, vocab], rows any distance apart. source int32 [columns]: column c of out int32
+    [B, columns] (rows any distance apart) gets the token of rank source[c] % ranks of node source[c] // ranks, and
+    stays as it is if source[c] is negative. ids int [vocab]: what each index stands for. scores float32 [B, columns]:
+    the log-probabilities of those tokens.
+    """
+    batch, nodes, vocab = logits.shape
+    tiles, columns = triton.cdiv(vocab, TOP_TILE), source.shape[0]
+    best = torch.empty(batch * nodes, tiles, ranks, device=logits.device, dtype=torch.float32)
+    where = torch.empty(batch * nodes, tiles, ranks, device=logits.device, dtype=torch.int32)
+    sums = None if scores is None else torch.empty(batch * nodes, tiles, device=logits.device, dtype=torch.float32)
+    options = {"RANKS": ranks, "HAS_SCORES": scores is not None, "PDL": pdl and not IS_INTERPRETED}
+    options |= launch_options(pdl)
+    _top_tile_kernel[(batch * nodes, tiles)](
+        logits, best, where, sums, logits.stride(0), logits.stride(1), nodes, vocab, tiles, BLOCK=TOP_TILE,
+        num_warps=4, **options,
+    )  # fmt: skip
+    _top_finish_kernel[(batch * nodes,)](
+        best, where, sums, ids, source, out, scores, nodes, columns, tiles, out.stride(0),
+        0 if scores is None else scores.stride(0), HAS_IDS=ids is not None,
+        BLOCK=triton.next_power_of_2(tiles * ranks), TILES=triton.next_power_of_2(tiles),
+        COLUMNS=triton.next_power_of_2(columns), num_warps=4, **options,
+    )  # fmt: skip
+
+
+@triton.jit
 def _begin_round_kernel(
     slots_ptr, length_ptr, last_ptr, slots_out_ptr, starts_ptr, tokens_ptr, pair_ptr, damage_ptr,
     batch, token_stride, steps, common,
@@ -694,7 +787,7 @@ def begin_round(slots, length, last, slots_out, starts, tokens, pair, damage, co
 @triton.jit
 def _finish_round_kernel(
     slots_ptr, length_ptr, last_ptr, text_ptr, row_ptr, tokens_ptr, choices_ptr, drafted_len_ptr, forced_ptr,
-    counter_ptr, accepted_ptr, token_ptr, parents_ptr, out_ptr, path_ptr,
+    counter_ptr, accepted_ptr, token_ptr, parents_ptr, out_ptr, path_ptr, kept_ptr,
     batch, draft_len, text_stride, period, scratch_slot,
     KIND: tl.constexpr, TREE_DEPTH: tl.constexpr, BATCH: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -715,14 +808,14 @@ def _finish_round_kernel(
     if TREE_DEPTH > 0:
         # walk from the root: to the child that holds what the target chose, as long as there is one
         choices = tl.load(choices_ptr + at, mask=is_row, other=-1)
-        parents = tl.load(parents_ptr + k, mask=k <= draft_len, other=-2)
+        parents = tl.load(parents_ptr + at, mask=is_row, other=-2)
         row, accepted = tl.zeros([BATCH], tl.int32), tl.zeros([BATCH], tl.int32)
         before = tl.sum(tl.where(k[None, :] == 0, tokens, 0), 1)
         token = tl.sum(tl.where(k[None, :] == 0, choices, 0), 1)
         if KIND == 1:
             most = tl.load(forced_ptr + tl.load(counter_ptr) % period)
         for depth in range(TREE_DEPTH):
-            is_child = (parents[None, :] == row[:, None]) & is_row & (k > 0)[None, :]
+            is_child = (parents == row[:, None]) & is_row & (k > 0)[None, :]
             if KIND == 1:  # the first child stands in for the right one
                 hit = tl.min(tl.where(is_child, k[None, :], DEPTH), 1)
                 goes_on = (accepted < most) & (hit < DEPTH) & (accepted == depth)
@@ -732,6 +825,8 @@ def _finish_round_kernel(
             child = tl.sum(tl.where(k[None, :] == hit[:, None], tokens, 0), 1)
             tl.store(text + depth, child, mask=inside & goes_on)
             tl.store(path_ptr + b * TREE_DEPTH + depth, tl.where(goes_on, hit, 0), mask=inside)
+            at_kept = kept_ptr + slot * TREE_DEPTH + depth
+            tl.store(at_kept, tl.where(goes_on, hit, 0), mask=inside & (slot < scratch_slot))
             before = tl.where(goes_on, child, before)
             row = tl.where(goes_on, hit, row)
             accepted += goes_on.to(tl.int32)
@@ -768,7 +863,7 @@ def _finish_round_kernel(
 
 def finish_round(
     slots, length, last, text, row, tokens, choices, drafted_len, forced, counter, out, *,
-    decided=None, parents=None, path=None, pdl: bool = False,
+    decided=None, parents=None, path=None, kept=None, pdl: bool = False,
 ) -> None:  # fmt: skip
     """Accept, and move every sequence on.
 
@@ -776,16 +871,17 @@ def finish_round(
     forced int32 [period] or None: accepted drafts of round `counter` (int64 [1]). decided: (accepted, token after
     them) int64 [B] each, where sampling has settled that. Writes `out` int32 [B, K + 2] (accepted, token, drafts),
     appends to `text` int32 [slots, ...], and advances `length`, `last` and `counter`; `row` int32 [slots] becomes the
-    row of the last accepted token. The last slot is scratch: its length and row stay.
+    row of the last accepted token. The last slot is scratch: its length, row and kept stay.
 
-    A tree (every draft counts, `drafted_len` does not): parents int32 [K + 1], of every row the row of its parent,
-    the first -1. path int32 [B, depth] gets the accepted rows, 0 behind them.
+    A tree (`drafted_len` does not count): parents int32 [B, K + 1], of every row the row of its parent, the first -1,
+    -2 for rows without a draft. path int32 [B, depth] gets the accepted rows, 0 behind them, and so does each slot's
+    row of kept int32 [slots, depth].
     """
     batch, width = tokens.shape
     accepted, token = decided if decided is not None else (None, None)
     _finish_round_kernel[(1,)](
         slots, length, last, text, row, tokens, choices, drafted_len, forced, counter, accepted, token, parents, out,
-        path, batch, width - 1, text.stride(0), 1 if forced is None else forced.shape[0], length.shape[0] - 1,
+        path, kept, batch, width - 1, text.stride(0), 1 if forced is None else forced.shape[0], length.shape[0] - 1,
         KIND=2 if decided is not None else 1 if forced is not None else 0,
         TREE_DEPTH=0 if parents is None else path.shape[1],
         BATCH=triton.next_power_of_2(batch), DEPTH=triton.next_power_of_2(width), PDL=pdl and not IS_INTERPRETED,
@@ -830,6 +926,61 @@ def keep_path(cache, table, slots, starts, path, pdl: bool = False) -> None:
         HALVES=two * kv_heads, TOKENS=tokens, DIM=dim, DEPTH=path.shape[1], PDL=pdl and not IS_INTERPRETED,
         num_warps=1, **launch_options(pdl),
     )  # fmt: skip
+
+
+@triton.jit
+def _gather_pairs_kernel(
+    slots_ptr, length_ptr, row_ptr, kept_ptr, text_ptr, feature_ptr, first_ptr, last_ptr, word_ptr, out_ptr,
+    slot_rows, text_stride, width, kept_depth,
+    PAIRS: tl.constexpr, IS_TREE: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: one pair of one sequence."""
+    b, pair = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(slots_ptr + b)
+    if PDL:
+        tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
+    length = tl.load(length_ptr + slot)
+    if IS_TREE:
+        d = tl.arange(0, DEPTH)
+        kept = tl.load(kept_ptr + slot * kept_depth + d, mask=d < kept_depth, other=0)
+        accepted = tl.sum((kept > 0).to(tl.int32), 0)
+        row = tl.sum(tl.where(d == pair - 1, kept, 0), 0)
+    else:
+        accepted = tl.load(row_ptr + slot)
+        row = pair
+    first = length - 2 - accepted
+    if pair == 0:
+        tl.store(first_ptr + b, first)
+        tl.store(last_ptr + b, b * PAIRS + accepted)
+    tl.store(word_ptr + b * PAIRS + pair, tl.load(text_ptr + slot * text_stride + first + 1 + pair))
+    for at in range(0, width, BLOCK):
+        i = at + tl.arange(0, BLOCK)
+        x = tl.load(feature_ptr + (slot * slot_rows + row) * width + i, mask=i < width, other=0.0)
+        tl.store(out_ptr + (b * PAIRS + pair).to(tl.int64) * width + i, x, mask=i < width)
+
+
+def gather_pairs(slots, length, row, kept, text, features, slot_rows: int, pairs: int, pdl: bool = False):
+    """What a head that reads features makes of the last verification: (first, last int32 [B], words int32
+    [B * pairs], features bf16 [B * pairs, W]).
+
+    slots int64 [B]; length int32 [slots], text int32 [slots, ...]; features bf16 [any, W], those of a slot from row
+    slot * slot_rows on. Pair i of a sequence joins the features of the i-th row that was accepted, the root the 0th,
+    with the token after it; it stands at position first + i. The last true one is number `last` of all; those behind
+    it are made of guesses. A chain accepted rows 1 … row (int32 [slots]); a tree those in kept (int32 [slots, depth],
+    0 behind the last), which is None for a chain.
+    """
+    batch, width, device = slots.shape[0], features.shape[1], features.device
+    first, last, words = (torch.empty(n, device=device, dtype=torch.int32) for n in (batch, batch, batch * pairs))
+    out = torch.empty(batch * pairs, width, device=device, dtype=features.dtype)
+    depth = 1 if kept is None else kept.shape[1]
+    _gather_pairs_kernel[(batch, pairs)](
+        slots, length, row, kept, text, features, first, last, words, out, slot_rows, text.stride(0), width, depth,
+        PAIRS=pairs, IS_TREE=kept is not None, DEPTH=triton.next_power_of_2(depth),
+        BLOCK=min(4096, triton.next_power_of_2(width)), PDL=pdl and not IS_INTERPRETED, num_warps=4,
+        **launch_options(pdl),
+    )  # fmt: skip
+    return first, last, words, out
 
 
 @triton.jit

@@ -61,8 +61,8 @@ def add_norm(residual, parts, weight, eps, scale, is_quantized, pdl=False, *, ou
     return (result if out is None else out.copy_(result)), scales
 
 
-def embed_norm(tokens, embed, weight, eps, scale, is_quantized, pdl=False, *, out=None, tap=None):
-    residual = F.embedding(tokens, embed)
+def embed_norm(tokens, embed, weight, eps, scale, is_quantized, pdl=False, *, out=None, tap=None, places=None):
+    residual = F.embedding(tokens if places is None else tokens[places], embed)
     return residual, *add_norm(residual, None, weight, eps, scale, is_quantized, out=out, tap=tap)
 
 
@@ -112,9 +112,11 @@ def attention(
     if tree is None:
         seen = position[None, None, :] <= at[:, :, None]
     else:
-        inside = (offset >= 0) & (offset < rows)
-        chosen = offset.clamp(0, rows - 1).long()[:, None, :].expand(sequences, rows, -1)
-        allowed = tree[0].view(sequences, rows, rows).gather(2, chosen) != 0
+        span = tree[0].shape[1]
+        offset = offset + span - rows
+        inside = (offset >= 0) & (offset < span)
+        chosen = offset.clamp(0, span - 1).long()[:, None, :].expand(sequences, rows, -1)
+        allowed = tree[0].view(sequences, rows, span).gather(2, chosen) != 0
         seen = (offset < 0)[:, None, :] | (inside[:, None, :] & allowed)
     if config.sliding_window is not None:
         seen = seen & (position[None, None, :] > where[:, :, None] - config.sliding_window)
@@ -136,6 +138,17 @@ def argmax(logits, out, pdl=False, *, ids=None, damage=None) -> None:
         damage |= best.isinf().view(damage.shape[0], -1).any(-1).int()
 
 
+def top_tokens(logits, out, source, ranks, pdl=False, *, ids=None, scores=None) -> None:
+    values = logits.nan_to_num(torch.inf, torch.inf, -torch.inf)
+    order = values.sort(dim=-1, descending=True, stable=True).indices[..., :ranks]
+    tokens = (order if ids is None else ids[order]).flatten(1)
+    at = source.clamp_min(0).long()
+    out.copy_(torch.where(source >= 0, tokens[:, at].int(), out))
+    if scores is not None:
+        found = torch.log_softmax(logits, -1).gather(-1, order).flatten(1)
+        scores.copy_(torch.where(source >= 0, found[:, at], scores))
+
+
 def begin_round(slots, length, last, slots_out, starts, tokens, pair, damage, common, pdl=False) -> None:
     damage.zero_()
     slots_out.copy_(slots)
@@ -146,12 +159,13 @@ def begin_round(slots, length, last, slots_out, starts, tokens, pair, damage, co
 
 def finish_round(
     slots, length, last, text, row, tokens, choices, drafted_len, forced, counter, out, *,
-    decided=None, parents=None, path=None, pdl=False,
+    decided=None, parents=None, path=None, kept=None, pdl=False,
 ) -> None:  # fmt: skip
     drafts, at = tokens[:, 1:], torch.arange(tokens.shape[1], device=tokens.device)
     most = None if forced is None else forced[counter % forced.shape[0]].long().expand(tokens.shape[0])
     if parents is not None:
         accepted, rows = _walk(tokens, choices, parents, path, most)
+        kept[slots] = torch.where((slots < length.shape[0] - 1)[:, None], path, kept[slots])
         ends = rows.gather(1, accepted[:, None])
         emitted = torch.cat([tokens.gather(1, rows[:, 1:]), tokens[:, :1]], 1)
         token, before = choices.gather(1, ends)[:, 0], tokens.gather(1, ends)[:, 0]
@@ -186,7 +200,7 @@ def _walk(tokens, choices, parents, path, most):
     accepted = torch.zeros(batch, dtype=torch.long, device=tokens.device)
     for depth in range(path.shape[1]):
         here = rows[:, depth]
-        is_hit = (parents[None, :] == here[:, None]) & (index > 0)
+        is_hit = (parents == here[:, None]) & (index > 0)
         if most is None:
             is_hit &= tokens == choices.gather(1, here[:, None])
         else:
@@ -206,6 +220,19 @@ def keep_path(cache, table, slots, starts, path, pdl=False) -> None:
         source = torch.where(row > depth + 1, starts.long() + row, aim)
         pages = [table[slots.long(), at // PAGE].long() for at in (source, aim)]
         cache[:, pages[1], :, :, aim % PAGE] = cache[:, pages[0], :, :, source % PAGE]
+
+
+def gather_pairs(slots, length, row, kept, text, features, slot_rows, pairs, pdl=False):
+    steps = torch.arange(pairs, device=slots.device)
+    rows = steps.expand(slots.shape[0], pairs)
+    accepted = row[slots]
+    if kept is not None:
+        accepted = (kept[slots] > 0).sum(1).int()
+        rows = F.pad(kept[slots], (1, 0))[:, :pairs]
+    first = length[slots] - 2 - accepted
+    words = text[slots].gather(1, first[:, None].long() + 1 + steps)
+    last = (torch.arange(slots.shape[0], device=slots.device) * pairs + accepted).int()
+    return first, last, words.view(-1), features[(slots[:, None] * slot_rows + rows).view(-1)]
 
 
 def match_ngram(slots, length, text, tokens, drafted_len, stop_ids, size, is_oldest, pdl=False) -> None:
