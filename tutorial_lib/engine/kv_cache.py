@@ -5,10 +5,11 @@ for each (Kwon et al. 2023, PagedAttention, arXiv 2309.06180). A full block is k
 everything before them, so a later request with the same beginning finds it (as TensorRT-LLM's and vLLM's block reuse).
 Blocks that no request holds stay findable until their room is needed; the longest unused goes first.
 
-A CPU has no kernel that reads keys through a table, and gathering them would cost every layer of every round: at
-1,500 tokens a tenth of the pass of a small model. So attention reads one contiguous stretch for each slot, and blocks
-are copied once, out of it when they fill and into it when a request begins with them. A copy is thousands of times
-cheaper than computing its tokens, and a request that diverges in mid-block already writes to a copy of its own.
+On a GPU attention reads keys through that table (`paged_cache.py`). A CPU has no such kernel, and gathering keys would
+cost every layer of every round: at 1,500 tokens a tenth of the pass of a small model. So attention reads one contiguous
+stretch for each slot there, and blocks are copied once (`KvCache`), out of it when they fill and into it when a request
+begins with them. A copy is thousands of times cheaper than computing its tokens, and a request that diverges in
+mid-block already writes to a copy of its own.
 """
 
 from __future__ import annotations
@@ -18,12 +19,18 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from ..errors import OptionError
 from .model import Model
 
+NO_REUSE_WITH_A_WINDOW = (
+    "enable_block_reuse with a model that has a sliding window",
+    "a model that keeps its whole text",
+    "leave enable_block_reuse out",
+)
 BLOCK_SIZES = (16, 64)  # smallest and largest: smaller ones are mostly bookkeeping, larger ones are seldom full
 START = b""  # the key before a text's first block
 
@@ -54,10 +61,14 @@ class Found:
 
 
 class BlockPool:
-    """Counts references to `count` blocks and remembers the content of full ones. Knows nothing of tensors."""
+    """Counts references to `count` blocks and remembers the content of full ones. Knows nothing of tensors.
 
-    def __init__(self, count: int, tokens_per_block: int) -> None:
-        self.tokens_per_block = tokens_per_block
+    ahead: how many tokens behind a position what is kept for it depends on. An EAGLE head's keys come from pairs, a
+    hidden state and the token after; with ahead 1 a block is known by its own tokens and that one.
+    """
+
+    def __init__(self, count: int, tokens_per_block: int, ahead: int = 0) -> None:
+        self.tokens_per_block, self.ahead = tokens_per_block, ahead
         self.blocks = [Block() for _ in range(count)]
         self._empty = list(range(count))[::-1]
         self._unheld: OrderedDict[int, None] = OrderedDict()  # findable, held by nobody; the longest unused first
@@ -81,20 +92,20 @@ class BlockPool:
 
     def find(self, text: Sequence[int]) -> Found:
         """The longest known beginning of `text`. Nothing is held by this."""
-        size, key = self.tokens_per_block, START
+        size, ahead, key = self.tokens_per_block, self.ahead, START
         blocks: list[int] = []
         keys: list[bytes] = []
-        for start in range(0, len(text) - size + 1, size):
-            following = block_key(key, text[start : start + size])
+        for start in range(0, len(text) - size - ahead + 1, size):
+            following = block_key(key, text[start : start + size + ahead])
             if following not in self._by_key:
                 break
             key = following
             blocks.append(self._by_key[key])
             keys.append(key)
-        rest = text[len(blocks) * size : (len(blocks) + 1) * size]
-        shared = {b: _common(self.blocks[b].tokens, rest) for b in self._behind.get(key, ())}
+        rest = text[len(blocks) * size : (len(blocks) + 1) * size + ahead]
+        shared = {b: _common(self.blocks[b].tokens, rest) - ahead for b in self._behind.get(key, ())}
         best = max(shared, key=lambda b: shared[b], default=None)
-        if best is None or shared[best] == 0:
+        if best is None or shared[best] <= 0:
             return Found(tuple(blocks), tuple(keys))
         return Found(tuple(blocks), tuple(keys), best, shared[best])
 
@@ -127,8 +138,8 @@ class BlockPool:
                     self._unheld[number] = None
 
     def enter(self, number: int, before: bytes, tokens: Sequence[int]) -> tuple[int, bytes]:
-        """Make a full block findable. Where its content is known already the known block is held instead of this one.
-        Returns the block to keep in the table, and its key."""
+        """Make a full block of `tokens` (and those `ahead`) findable. Where its content is known already the known
+        block is held instead of this one. Returns the block to keep in the table, and its key."""
         key = block_key(before, tokens)
         known = self._by_key.get(key)
         if known is not None:
@@ -178,8 +189,93 @@ class Holding:
     tail: torch.Tensor | None = None
 
 
-class KvCache:
-    """The blocks of one engine and, with reuse, what is in them.
+class BlockCache:
+    """Who holds which blocks, in both forms of the cache; where keys lie is the business of `_load`, `_place`, `_keep`.
+
+    rows_per_slot: positions after which a text goes round (a ring); no text takes more.
+    """
+
+    holding_type = Holding
+
+    def __init__(self, pool: BlockPool, *, rows_per_slot: int, enable_block_reuse: bool) -> None:
+        self.pool, self.is_reusing, self._rows_per_slot = pool, enable_block_reuse, rows_per_slot
+
+    @property
+    def max_tokens(self) -> int:
+        return len(self.pool.blocks) * self.pool.tokens_per_block
+
+    def blocks_for(self, positions: int) -> int:
+        """A ring takes no more, however long the text."""
+        return -(-min(positions, self._rows_per_slot) // self.pool.tokens_per_block)
+
+    def begin(self, slot: int, text: Sequence[int], most_reused: int, positions: int) -> Any:
+        """Blocks for `positions` positions of a request whose text so far is `text`; None if there is no room now.
+
+        Of the text at most `most_reused` positions come from the cache.
+        """
+        pool, size = self.pool, self.pool.tokens_per_block
+        found = pool.find(text[: most_reused + pool.ahead]) if self.is_reusing else Found()
+        shared = [*found.blocks, *([] if found.partial is None else [found.partial])]
+        pool.hold(shared)  # so that taking new ones evicts none of these
+        fresh = pool.take(self.blocks_for(positions) - len(found.blocks))
+        if fresh is None:
+            pool.give_back(shared)
+            return None
+        whole = len(found.blocks)
+        holding = self.holding_type([*found.blocks, *fresh], list(found.keys), whole * size + found.rows)
+        self._load(slot, shared, holding)
+        pool.give_back(shared[whole:])
+        return holding
+
+    def grow(self, holding: Holding, positions: int) -> bool:
+        """Room for a text of `positions`; False, and nothing changes, if blocks ran out."""
+        missing = self.blocks_for(positions) - len(holding.table)
+        if missing <= 0:
+            return True
+        fresh = self.pool.take(missing)
+        if fresh is None:
+            return False
+        holding.table += fresh
+        self._place(holding, len(holding.table) - missing)
+        return True
+
+    def enter(
+        self, slot: int, holding: Holding, text: Sequence[int], known: int, features: torch.Tensor | None = None
+    ) -> None:
+        """The first `known` positions of `text` are in the slot: make the blocks that have become full findable.
+
+        features: [n, F * H] of the positions that are new since the call before.
+        """
+        if not self.is_reusing:
+            return
+        size, ahead = self.pool.tokens_per_block, self.pool.ahead
+        if features is not None:
+            holding.tail = features if holding.tail is None else torch.cat([holding.tail, features])
+        while (end := (len(holding.keys) + 1) * size) <= min(known, len(text) - ahead):
+            index = len(holding.keys)
+            number, before = holding.table[index], holding.keys[-1] if holding.keys else START
+            holding.table[index], key = self.pool.enter(number, before, text[end - size : end + ahead])
+            holding.keys.append(key)
+            self._keep(slot, holding, index, is_new=holding.table[index] == number)
+
+    def end(self, holding: Holding) -> None:
+        """The request holds nothing any more; what it entered stays findable."""
+        self.pool.give_back(holding.table)
+        holding.table, holding.keys, holding.prefix, holding.tail = [], [], None, None
+
+    def _load(self, slot: int, shared: Sequence[int], holding: Any) -> None:
+        """A request begins in `slot` with `holding`; shared: the blocks with its reused positions, the last of them
+        perhaps only in part."""
+
+    def _place(self, holding: Any, first: int) -> None:
+        """The blocks of `holding` from number `first` on are new."""
+
+    def _keep(self, slot: int, holding: Any, index: int, is_new: bool) -> None:
+        """Block number `index` has been entered; not is_new: another one with the same content has taken its place."""
+
+
+class KvCache(BlockCache):
+    """The blocks of an engine on a CPU: with reuse, copies of what fills them.
 
     max_tokens: positions in all blocks together; None has room for every slot at full length. A block belongs to the
     text; the rows that a draft needs until it is judged are scratch rows of the slot. Raises `OptionError`.
@@ -197,54 +293,20 @@ class KvCache:
         smallest, largest = BLOCK_SIZES
         if not smallest <= tokens_per_block <= largest:
             raise OptionError(f"KvCacheConfig.tokens_per_block is {tokens_per_block}", f"{smallest} to {largest}")
-        self._rows_per_slot = model.cache_rows
-        whole = model.max_slots * -(-model.cache_rows // tokens_per_block)
-        count = whole if max_tokens is None else min(whole, max_tokens // tokens_per_block)
-        if count == 0:
-            raise OptionError(f"KvCacheConfig.max_tokens is {max_tokens}", f"at least one block, {tokens_per_block}")
-        self.model, self.is_reusing = model, enable_block_reuse
-        self.pool = BlockPool(count, tokens_per_block)
+        count = block_count(model.max_slots * -(-model.cache_rows // tokens_per_block), max_tokens, tokens_per_block)
+        pool = BlockPool(count, tokens_per_block)
+        super().__init__(pool, rows_per_slot=model.cache_rows, enable_block_reuse=enable_block_reuse)
+        self.model = model
         if enable_block_reuse:
             if model.config.sliding_window is not None:
-                raise OptionError(
-                    "enable_block_reuse with a model that has a sliding window",
-                    "a model that keeps its whole text",
-                    "leave enable_block_reuse out",
-                )
+                raise OptionError(*NO_REUSE_WITH_A_WINDOW)
             layers, _, heads, _, dim = model.cache.shape  # memory that was never written is never taken
             self._rows = model.cache.new_empty(count, layers, heads, tokens_per_block, dim)
             self._features = model.embed.new_empty(count, tokens_per_block, feature_width)
 
-    @property
-    def max_tokens(self) -> int:
-        return len(self.pool.blocks) * self.pool.tokens_per_block
-
-    def blocks_for(self, positions: int) -> int:
-        """A ring takes no more, however long the text."""
-        return -(-min(positions, self._rows_per_slot) // self.pool.tokens_per_block)
-
-    def begin(self, slot: int, text: Sequence[int], most_reused: int, positions: int) -> Holding | None:
-        """Blocks for `positions` positions of a request whose text so far is `text`; None if there is no room now.
-
-        Of the text at most `most_reused` positions come from the cache: they are copied into the slot's rows.
-        """
-        pool, size = self.pool, self.pool.tokens_per_block
-        found = pool.find(text[:most_reused]) if self.is_reusing else Found()
-        shared = [*found.blocks, *([] if found.partial is None else [found.partial])]
-        pool.hold(shared)  # so that taking new ones evicts none of these
-        fresh = pool.take(self.blocks_for(positions) - len(found.blocks))
-        if fresh is None:
-            pool.give_back(shared)
-            return None
-        whole = len(found.blocks)
-        holding = Holding([*found.blocks, *fresh], list(found.keys), whole * size + found.rows)
-        self._load(slot, shared, holding)
-        pool.give_back(shared[whole:])
-        return holding
-
-    def _load(self, slot: int, blocks: Sequence[int], holding: Holding) -> None:
+    def _load(self, slot: int, shared: Sequence[int], holding: Holding) -> None:
         size, parts = self.pool.tokens_per_block, []
-        for index, number in enumerate(blocks):
+        for index, number in enumerate(shared):
             start, rows = index * size, min(size, holding.reused - index * size)
             self.model.cache[:, slot, :, start : start + rows] = self._rows[number][:, :, :rows]
             parts.append(self._features[number, :rows])
@@ -252,38 +314,19 @@ class KvCache:
             holding.prefix = torch.cat(parts)
             holding.tail = holding.prefix[len(holding.keys) * size :]
 
-    def grow(self, holding: Holding, positions: int) -> bool:
-        """Room for a text of `positions`; False, and nothing changes, if blocks ran out."""
-        fresh = self.pool.take(max(0, self.blocks_for(positions) - len(holding.table)))
-        holding.table += fresh or []
-        return fresh is not None
-
-    def enter(
-        self, slot: int, holding: Holding, text: Sequence[int], known: int, features: torch.Tensor | None
-    ) -> None:
-        """The slot now holds the first `known` positions of `text`: keep the blocks that have become full.
-
-        features: [n, F * H] of the positions that are new since the call before.
-        """
-        if not self.is_reusing:
-            return
-        size = self.pool.tokens_per_block
-        if features is not None:
-            holding.tail = features if holding.tail is None else torch.cat([holding.tail, features])
-        while (len(holding.keys) + 1) * size <= known:
-            index = len(holding.keys)
-            own, number = slice(index * size, (index + 1) * size), holding.table[index]
-            before = holding.keys[-1] if holding.keys else START
-            holding.table[index], key = self.pool.enter(number, before, text[own])
-            holding.keys.append(key)
-            if holding.table[index] == number:
-                self._rows[number] = self.model.cache[:, slot, :, own]
-                if holding.tail is not None:
-                    self._features[number] = holding.tail[:size]
+    def _keep(self, slot: int, holding: Holding, index: int, is_new: bool) -> None:
+        size, number = self.pool.tokens_per_block, holding.table[index]
+        if is_new:
+            self._rows[number] = self.model.cache[:, slot, :, index * size : (index + 1) * size]
             if holding.tail is not None:
-                holding.tail = holding.tail[size:]
+                self._features[number] = holding.tail[:size]
+        if holding.tail is not None:
+            holding.tail = holding.tail[size:]
 
-    def end(self, holding: Holding) -> None:
-        """The request holds nothing any more; what it entered stays findable."""
-        self.pool.give_back(holding.table)
-        holding.table, holding.keys, holding.prefix, holding.tail = [], [], None, None
+
+def block_count(whole: int, max_tokens: int | None, tokens_per_block: int) -> int:
+    """How many blocks: `whole` for every slot at full length, or fewer by `KvCacheConfig.max_tokens`."""
+    count = whole if max_tokens is None else min(whole, max_tokens // tokens_per_block)
+    if count == 0:
+        raise OptionError(f"KvCacheConfig.max_tokens is {max_tokens}", f"at least one block, {tokens_per_block}")
+    return count
