@@ -21,7 +21,7 @@ View = Callable[..., str]
 _open_controls: dict[str, Any] = {}
 
 
-def show(name: str, view: View, controls: Mapping[str, Sequence[float]], fixed: Sequence[Mapping[str, Any]]) -> None:
+def show(name: str, view: View, controls: Mapping[str, Sequence[Any]], fixed: Sequence[Mapping[str, Any]]) -> None:
     """Display `view` under one slider per entry of `controls` (name -> the values it may take).
 
     fixed: the values of the static copies; the first are where the sliders start. name: identifies the control, so
@@ -57,7 +57,7 @@ def static_html(view: View, fixed: Sequence[Mapping[str, Any]]) -> str:
     return "".join(parts)
 
 
-def _control(name: str, view: View, controls: Mapping[str, Sequence[float]], start: Mapping[str, Any]) -> Any:
+def _control(name: str, view: View, controls: Mapping[str, Sequence[Any]], start: Mapping[str, Any]) -> Any:
     import ipywidgets
 
     if name in _open_controls:
@@ -118,23 +118,25 @@ def speedup_view(alpha: float, K: int, draft_cost: float, verify_cost: float) ->
     verdict = "no alpha makes this K pay" if needed is None else f"it pays from alpha = {needed:.2f} on"
     longest = max(choice.speedup for choice in choices)
     names = ("K", "tokens per round", "cost of a round (plain steps)", "speed-up")
-    head = "".join(f'<th style="{_CELL};text-align:left">{name}</th>' for name in names)
-    rows = "".join(_speedup_row(choice, choice is mine, longest) for choice in choices[1:])
+    head = "".join(f'<th style="{CELL};text-align:left">{name}</th>' for name in names)
+    rows = "".join(speedup_row(choice, choice is mine, longest) for choice in choices[1:])
     return (
-        f'<div style="{_BOX}"><p><b>{mine.acceptance_length:.2f} tokens per round / {mine.round_s:.2f} plain steps per '
+        f'<div style="{BOX}"><p><b>{mine.acceptance_length:.2f} tokens per round / {mine.round_s:.2f} plain steps per '
         f"round = {mine.speedup:.2f}× plain decoding</b>; {verdict}. Best K here: {best.max_draft_len or 'none'}"
         f"{f' ({best.speedup:.2f}×)' if best.max_draft_len else ''}.</p>"
-        f'<table style="{_TABLE}"><tr>{head}</tr>{rows}</table></div>'
+        f'<table style="{TABLE}"><tr>{head}</tr>{rows}</table></div>'
     )
 
 
-_BOX = "background:#fff;color:#222;border:1px solid #ccc;border-radius:4px;padding:.3em 1em;max-width:60em"
-_TABLE = "border-collapse:collapse;font-size:13px;color:#222"
-_CELL = "border:1px solid #ccc;padding:.1em .8em;background:#fff;color:#222"
+BOX = "background:#fff;color:#222;border:1px solid #ccc;border-radius:4px;padding:.3em 1em;max-width:60em"
+TABLE = "border-collapse:collapse;font-size:13px;color:#222"
+CELL = "border:1px solid #ccc;padding:.1em .8em;background:#fff;color:#222"
 
 
-def _speedup_row(choice: cost_model.DraftLengthChoice, is_chosen: bool, longest: float) -> str:
-    """One line of the table; the bar is solid above 1.0× and hollow below."""
+def speedup_row(
+    choice: cost_model.DraftLengthChoice, is_chosen: bool, longest: float, scale: float = 1.0, unit: str = ""
+) -> str:
+    """One line of the table; the bar is solid above 1.0× and hollow below. A round's cost is shown times `scale`."""
     width = round(12 * choice.speedup / longest, 2)
     fill = "#0072B2" if choice.speedup > 1 else "#fff"
     bar = f'<span style="display:inline-block;height:.8em;width:{width}em;background:{fill};border:1px solid #0072B2">'
@@ -142,10 +144,10 @@ def _speedup_row(choice: cost_model.DraftLengthChoice, is_chosen: bool, longest:
     cells = (
         f"{choice.max_draft_len}{' ←' if is_chosen else ''}",
         f"{choice.acceptance_length:.2f}",
-        f"{choice.round_s:.2f}",
+        f"{scale * choice.round_s:.2f}{unit}",
         f"{bar}</span> {choice.speedup:.2f}×",
     )
-    return f'<tr style="{weight}">' + "".join(f'<td style="{_CELL};text-align:left">{c}</td>' for c in cells) + "</tr>"
+    return f'<tr style="{weight}">' + "".join(f'<td style="{CELL};text-align:left">{c}</td>' for c in cells) + "</tr>"
 
 
 def speedup_calculator(
