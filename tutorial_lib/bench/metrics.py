@@ -27,6 +27,8 @@ DEFINITIONS: dict[str, str] = {
     "draft_ms_per_round": "Mean time a round spent drafting, in ms.",
     "verify_ms_per_round": "Mean time a round spent in the target (for a plain run: in its step), in ms.",
     "overhead_ms_per_round": "What is left of the mean round time after drafting and verifying, in ms.",
+    "first_round_overhead_ms": "What is left of a request's first round after drafting and verifying, mean over "
+    "requests, in ms: there a draft model reads the prompt.",
     "drafted": "Draft tokens proposed in all rounds, of trees those on every branch.",
     "accepted": "Draft tokens accepted in all rounds: of every round the leading run of right ones only, of a tree the "
     "right ones along one branch from its root.",
@@ -130,6 +132,13 @@ def time_split_ms(generations: Sequence[Generation]) -> dict[str, float | None]:
     return {"round": whole, "draft": draft, "verify": verify, "overhead": whole - draft - verify}
 
 
+def first_round_overhead_ms(generations: Sequence[Generation]) -> float | None:
+    """Milliseconds of a request's first round outside drafting and verifying; None without rounds."""
+    first = [(g.rounds[0], g.ttft_s) for g in generations if g.rounds]
+    rest = _mean([r.end_s - ttft_s - r.draft_s - r.verify_s for r, ttft_s in first])
+    return None if rest is None else 1e3 * rest
+
+
 def figures(generations: Sequence[Generation], *, batch_size: int = 1, is_speculative: bool = True) -> dict[str, Any]:
     """All figures of `DEFINITIONS` for requests that ran `batch_size` at a time.
 
@@ -151,6 +160,7 @@ def figures(generations: Sequence[Generation], *, batch_size: int = 1, is_specul
         "draft_ms_per_round": split["draft"] if is_speculative else None,
         "verify_ms_per_round": split["verify"],
         "overhead_ms_per_round": split["overhead"],
+        "first_round_overhead_ms": first_round_overhead_ms(generations),
     }
     acceptance: dict[str, Any] = {
         "drafted": sum(len(r.drafted) for r in rounds),
