@@ -22,6 +22,7 @@ BACKENDS = {
     "torch": ("torch_backend", "TorchBackend"),
     "transformers": ("transformers", "TransformersBackend"),
     "tensorrt_llm": ("tensorrt_llm", "TensorRTLLMBackend"),
+    "vllm": ("vllm", "VllmBackend"),
 }
 
 Prompt = str | Sequence[int]
@@ -81,7 +82,7 @@ class LLM:
     is built into the cache first. speculative_config: the drafting method, None for plain decoding. device: "auto"
     takes a GPU of compute capability 8.0 or newer, else the CPU. dtype: "auto" is float32 on a CPU, bfloat16 on a GPU.
     max_batch_size and max_seq_len: needed limits; None takes the engine's own, or the defaults of `build`.
-    simulated_acceptance forces how many drafts are accepted (torch on a GPU, TensorRT-LLM); kernels_off (names from
+    simulated_acceptance forces how many drafts are accepted (torch on a GPU, TensorRT-LLM, vLLM); kernels_off (names from
     `engine.gpu_model.KERNELS`, run as plain torch instead) is the torch backend's own, on a GPU. Use it as a context
     manager, or `close()` it, to free its memory. Raises `WorkbookError`s.
     """
@@ -104,7 +105,8 @@ class LLM:
     ) -> None:
         own = {"simulated_acceptance": simulated_acceptance, "kernels_off": kernels_off}
         own = {name: value for name, value in own.items() if value}
-        knows = {"torch": {"simulated_acceptance", "kernels_off"}, "tensorrt_llm": {"simulated_acceptance"}}
+        forces = {"simulated_acceptance"}
+        knows = {"torch": forces | {"kernels_off"}, "tensorrt_llm": forces, "vllm": forces}
         if unknown := sorted(set(own) - knows.get(backend, set())):
             raise OptionError(f"{unknown[0]} was given for backend {backend!r}", "backend 'torch'", "leave it out")
         if backend not in BACKENDS:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from . import cli_compare
 from .errors import OptionError, PromptError, WorkbookError
 
 if TYPE_CHECKING:
@@ -230,7 +231,7 @@ def generate(
     top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this probability.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Keep this many of the likeliest tokens.")] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same text.")] = None,
-    backend: Annotated[str, typer.Option(help="torch, transformers or tensorrt_llm.")] = "torch",
+    backend: Annotated[str, typer.Option(help="torch, transformers, tensorrt_llm or vllm.")] = "torch",
     dtype: Dtype = "auto",
     device: Device = "auto",
     json_file: JsonFile = None,
@@ -638,6 +639,11 @@ def _command() -> str:
 
 def _say(line: str, out: Any = None) -> None:
     print(printable(line), file=sys.stderr if out is None else out, flush=True)
+
+
+# ---- commands that stand in their own module ------------------------------------------------------------------------
+
+app.command("compare")(cli_compare.compare)
 
 
 if __name__ == "__main__":

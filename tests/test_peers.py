@@ -1,0 +1,190 @@
+"""Engines side by side: what ran, how fast against each other, where texts part; and an engine in its own process."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tutorial_lib import cli
+from tutorial_lib.bench import peers
+from tutorial_lib.bench.peers import Asked, compare_backends
+from tutorial_lib.bench.prompts import Prompt
+from tutorial_lib.bench.remote import RemoteLLM
+from tutorial_lib.config import SamplingParams
+from tutorial_lib.drafter_options import DrafterOptions
+from tutorial_lib.errors import BackendUnavailable, OptionError
+from tutorial_lib.models import load_tokenizer, resolve
+from tutorial_lib.results import Generation, Round, read_records
+
+STANDIN = Path(__file__).parent / "standin_vllm"
+TARGET = "dummy:tiny-llama?seed=1"
+PROMPTS = [Prompt("a", "easy", ("one two",)), Prompt("b", "hard", ("three four five",))]
+DRAFTER = DrafterOptions("ngram", 3)
+
+
+class Bytes:
+    chat_template = None
+
+    def __call__(self, text, add_special_tokens=True):
+        return {"input_ids": list(text.encode())}
+
+
+@dataclass
+class Engine:
+    """Answers from the prompt alone, `step_s` a token by its own clock; `wrong` replaces one token of one prompt."""
+
+    backend: str
+    drafter: DrafterOptions | None
+    step_s: float
+    wrong: tuple[int, int] | None = None  # length of the prompt, index of the token
+    tells_rounds: bool = True
+    calls: int = 0
+    is_closed: bool = False
+    tokenizer: Bytes = field(default_factory=Bytes)
+
+    @property
+    def info(self):
+        return {
+            "backend": self.backend, "target": "t", "drafter": None, "dtype": "float32", "device": "cpu",
+            "max_draft_len": 3 if self.drafter else 0,
+        }  # fmt: skip
+
+    def generate(self, inputs, params=None):
+        if isinstance(inputs[0], int):
+            return self.generate([inputs], params)[0]
+        self.calls += 1
+        return [self._answer(ids, params) for ids in inputs]
+
+    def _answer(self, ids, params):
+        tokens = [(sum(ids) + 7 * i) % 90 + 33 for i in range(params.max_tokens)]
+        if self.wrong and self.wrong[0] == len(ids) and self.wrong[1] < len(tokens):
+            tokens[self.wrong[1]] = 0
+        step = self.step_s * (1 + 0.001 * self.calls)  # a machine that slows down
+        drafted = (1, 2, 3) if self.drafter else ()
+        rounds = [Round(drafted, 0, (t,), 0.0, step, step * (i + 2)) for i, t in enumerate(tokens[1:])]
+        latency = step * len(tokens)
+        return Generation(ids, tokens, "", "length", rounds if self.tells_rounds else [], step, latency)
+
+    def close(self):
+        self.is_closed = True
+
+
+def run(backends, engines, asked=None, **options):
+    """`engines`: (backend, has a drafter) -> an engine, or an error that it fails with."""
+
+    def make(backend, asked, drafter, prompts):
+        found = engines[backend, drafter is not None]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    asked = asked or Asked("t", DRAFTER, "float32", "cpu", max_tokens=12)
+    return compare_backends(backends, asked, prompts=PROMPTS, say=lambda line: None, make=make, repeats=2, **options)
+
+
+def engine(backend, step_s, drafter=None, **more):
+    return Engine(backend, drafter, step_s, **more)
+
+
+def test_engines_are_compared_over_the_same_prompts_and_texts_token_by_token():
+    engines = {
+        ("transformers", False): engine("transformers", 0.02),
+        ("transformers", True): engine("transformers", 0.01, DRAFTER, wrong=(15, 4)),
+        ("torch", False): engine("torch", 0.01),
+        ("torch", True): engine("torch", 0.005, DRAFTER, tells_rounds=False),
+        ("vllm", False): BackendUnavailable("vLLM is not installed", "", "install it"),
+    }
+    document = run(["transformers", "torch", "vllm"], engines)
+    summary = document["summary"]
+    assert summary["reference"] == "torch" and summary["ran"] == ["transformers", "torch"]
+    by = {(e["backend"], e["method"]): e for e in summary["entries"]}
+    assert len(by) == 6 and len(document["runs"]) == 4
+    assert by["torch", "ngram"]["speedup"] == pytest.approx(2, rel=0.01)
+    assert by["transformers", "ngram"]["against_reference"] == pytest.approx(0.5, rel=0.01)
+    assert by["transformers", "plain"]["against_reference"] == pytest.approx(0.5, rel=0.01)
+    low, high = by["torch", "plain"]["output_tok_s_range"]
+    assert low <= by["torch", "plain"]["output_tok_s"] <= high and low < high
+    wrong = by["transformers", "ngram"]
+    right = (sum(b"three four five") + 28) % 90 + 33
+    assert wrong["same_text"] is False and (wrong["different_answers"], wrong["answers"]) == (1, 2)
+    assert wrong["first_difference"] == {"request": "b/0", "token": 4, "reference": right, "found": 0}
+    assert by["torch", "ngram"]["same_text"] is True and by["torch", "ngram"]["acceptance_length"] is None
+    for method in ("plain", "ngram"):  # tried once, listed twice
+        assert by["vllm", method]["status"] == "not run" and "not installed" in by["vllm", method]["why"]
+    rows = {(row["backend"], row["method"]): row for row in peers.describe(summary)}
+    assert rows["torch", "ngram"]["acceptance length"] == "not available"
+    assert rows["torch", "plain"]["acceptance length"] == "–" and rows["torch", "plain"]["text"] == "the reference"
+    assert "1 of 2 answers differ, first at token 4 of b/0" in rows["transformers", "ngram"]["text"]
+    assert all(e.is_closed for e in engines.values() if isinstance(e, Engine))
+
+
+def test_a_method_that_one_engine_refuses_leaves_its_plain_run_and_sampled_texts_are_not_compared():
+    engines = {
+        ("torch", False): engine("torch", 0.01),
+        ("torch", True): engine("torch", 0.01, DRAFTER),
+        ("transformers", False): engine("transformers", 0.01),
+        ("transformers", True): OptionError("no such method", "another"),
+    }
+    asked = Asked("t", DRAFTER, "float32", "cpu", max_tokens=12, temperature=1.0)
+    summary = run(["torch", "transformers"], engines, asked)["summary"]
+    assert summary["ran"] == ["torch", "transformers"]
+    assert [e["status"] for e in summary["entries"]] == ["ran", "ran", "ran", "not run"]
+    assert {e["same_text"] for e in summary["entries"][:3]} == {None}
+    assert all("sampled" in e["text_note"] for e in summary["entries"][:3])
+    nothing = {key: BackendUnavailable("gone") for key in engines}
+    with pytest.raises(OptionError, match="none of the backends runs here.*torch plain: gone"):
+        run(["torch", "transformers"], nothing)
+    for wrong in (["torch"], ["torch", "torch"], ["torch", "onnx"]):
+        with pytest.raises(OptionError, match="at least two|unknown"):
+            run(wrong, engines)
+
+
+# ---- a process of its own -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def vllm_path(monkeypatch, cache):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(STANDIN), os.environ.get("PYTHONPATH", "")]))
+
+
+def test_the_command_runs_real_engines_and_one_in_a_child_and_says_what_did_not(vllm_path, tmp_path, capsys):
+    prompts, file = tmp_path / "two.jsonl", tmp_path / "out.jsonl"
+    lines = [{"question_id": p.question_id, "category": p.category, "turns": p.turns} for p in PROMPTS]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = ["compare", "--backends", "torch,vllm,transformers,tensorrt_llm", "--target", TARGET, "--drafter", "ngram"]
+    words += ["--max-draft-len", "3", "--max-tokens", "8", "--repeats", "1"]
+    code = cli._run([*words, "--prompts", str(prompts), "--json", str(file)])
+    out = capsys.readouterr().out
+    assert code == 0, out
+    *runs, last = read_records(file)
+    by = {(e["backend"], e["method"]): e for e in last["summary"]["entries"]}
+    assert [r["backend"] for r in runs] == ["torch", "torch", "vllm", "vllm", "transformers", "transformers"]
+    assert {r["prompt_set"]["sha256"] for r in runs} == {runs[0]["prompt_set"]["sha256"]}
+    assert {r["max_draft_len"] for r in runs if r["method"] == "ngram"} == {3}
+    for backend in ("torch", "transformers"):
+        assert by[backend, "ngram"]["same_text"] is True
+    assert by["vllm", "plain"]["same_text"] is None and last["summary"]["is_simulated"]  # a stand-in's words
+    assert by["tensorrt_llm", "ngram"]["status"] == "not run" and "not installed" in by["tensorrt_llm", "ngram"]["why"]
+    assert "not run" in out and "simulated" in out
+
+
+def test_a_child_answers_as_the_backend_would_and_its_end_is_told(vllm_path):
+    tokenizer = load_tokenizer(resolve(TARGET))
+    llm = RemoteLLM(TARGET, backend="vllm", tokenizer=tokenizer, drafter=DRAFTER, max_batch_size=2)
+    ids = list(range(40, 60))
+    one, two = llm.generate([ids, ids[3:]], SamplingParams(max_tokens=6, ignore_eos=True, logprobs=0))
+    alone = llm.generate(ids, SamplingParams(max_tokens=6, ignore_eos=True))
+    assert alone.token_ids == one.token_ids != two.token_ids and isinstance(alone.rounds[0], Round)
+    assert list(one.logprobs[0]) == [one.token_ids[0]] and llm.info["max_draft_len"] == 3
+    with pytest.raises(Exception, match="holds id"):
+        llm.generate([10**6], SamplingParams())
+    os.kill(llm._process.pid, 9)
+    with pytest.raises(BackendUnavailable, match="the process of vllm ended"):
+        llm.generate(ids)
+    llm.close()
+    with pytest.raises(OptionError, match="cannot honour dtype='int8'"):
+        RemoteLLM(TARGET, backend="vllm", tokenizer=tokenizer, dtype="int8")

@@ -1,0 +1,318 @@
+"""Several engines side by side: the same prompts, the same K, taking turns prompt by prompt in one run.
+
+Every backend runs plain and with the drafter, as far as it can; vLLM and TensorRT-LLM in processes of their own. Text
+is compared with that of the reference, the torch backend where it runs, token by token. A backend that is not here or
+refuses is listed with its reason. Times and figures come from `measure`; this module chooses, opens and gathers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..api import BACKENDS
+from ..config import SamplingParams, SimulatedAcceptance
+from ..drafter_options import DrafterOptions, decoding_config
+from ..errors import BackendUnavailable, OptionError, WorkbookError
+from ..results import Generation, without_folders
+from .measure import Measurable, Say, Session, compare
+from .prompts import Prompt, load_prompts, render, select
+from .summary import PLAIN, first_differences, paired_speedups
+
+EXPERIMENT = "compare"
+IN_A_CHILD = ("vllm", "tensorrt_llm")
+Maker = Callable[[str, "Asked", DrafterOptions | None, Sequence[Prompt]], Measurable]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What all backends are asked to run. dtype "auto": bfloat16 on a GPU, float32 on a CPU, so that all agree;
+    device likewise, but for engines in processes of their own, which are told what was asked (`child_device`).
+    acceptance_length: forced, where an engine has it."""
+
+    target: str = "embedded:target"
+    drafter: DrafterOptions | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    max_tokens: int = 64
+    temperature: float = 0.0
+    seed: int = 0
+    tensor_parallel_size: int = 1
+    acceptance_length: float | None = None
+    child_device: str = "auto"
+
+    @property
+    def params(self) -> SamplingParams:
+        if not self.temperature:
+            return SamplingParams(max_tokens=self.max_tokens)
+        return SamplingParams(max_tokens=self.max_tokens, temperature=self.temperature, seed=self.seed)
+
+
+def compare_backends(
+    backends: Sequence[str],
+    asked: Asked,
+    *,
+    prompts: Sequence[Prompt] | None = None,
+    repeats: int = 3,
+    prompt_set: str = "bundled",
+    command: str = "",
+    say: Say = print,
+    make: Maker | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Run them and return {"kind", "experiment", "runs": records, "summary": {...}}.
+
+    prompts: all of these; without, one of every category of the bundled ones. options: further ones of
+    `measure.compare`. Raises `OptionError` where nothing could be run at all, and for unknown or repeated names.
+    """
+    check_names(backends)
+    if asked.drafter is not None:
+        decoding_config(asked.drafter)  # mistakes show before any work
+    asked = settled(asked)
+    prompts = select(load_prompts(), 1) if prompts is None else list(prompts)
+    with ExitStack() as stack:
+        llms, methods, why = _open(backends, asked, prompts, make or open_llm, stack, say)
+        if not llms:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in why.items())
+            raise OptionError(f"none of the backends runs here ({reasons})", "at least one", "see the reasons")
+        session = compare(
+            llms, prompts, asked.params, methods=methods, repeats=repeats, experiment=EXPERIMENT,
+            prompt_set=prompt_set, command=command, say=say, **options,
+        )  # fmt: skip
+    summary = summarize(backends, session, methods, why, asked)
+    runs = list(session.records.values())
+    return {"kind": "comparison", "experiment": EXPERIMENT, "profile": "", "runs": runs, "summary": summary}
+
+
+def check_names(backends: Sequence[str]) -> None:
+    if unknown := [name for name in backends if name not in BACKENDS]:
+        raise OptionError(f"backend {unknown[0]!r} is unknown", f"some of {', '.join(BACKENDS)}", "correct --backends")
+    if len(backends) < 2 or len(set(backends)) < len(backends):
+        raise OptionError(f"backends are {', '.join(backends) or 'none'}", "at least two, each once")
+
+
+def settled(asked: Asked) -> Asked:
+    """`asked` with one device and one number format for all backends."""
+    from ..engine.build import choose_device
+
+    device = choose_device(asked.device)
+    dtype = asked.dtype if asked.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
+    return replace(asked, device=device, dtype=dtype, child_device=asked.device)
+
+
+# ---- opening --------------------------------------------------------------------------------------------------------
+
+
+def _open(
+    backends: Sequence[str],
+    asked: Asked,
+    prompts: Sequence[Prompt],
+    make: Maker,
+    stack: ExitStack,
+    say: Say,
+) -> tuple[dict[str, Measurable], dict[str, str], dict[str, str]]:
+    """What opens and answers, by name ("vllm plain"), the method of each, and why the rest does not."""
+    llms: dict[str, Measurable] = {}
+    methods: dict[str, str] = {}
+    why: dict[str, str] = {}
+    variants = _variants(asked)
+    for backend in backends:
+        for method, drafter in variants:
+            name = f"{backend} {method}"
+            say(f"loading {name}")
+            try:
+                with ExitStack() as trial:
+                    llm = make(backend, asked, drafter, prompts)
+                    trial.callback(llm.close)
+                    few = SamplingParams(max_tokens=3, ignore_eos=True)
+                    llm.generate(render(prompts[0], llm.tokenizer), few)
+                    stack.push(trial.pop_all())
+                llms[name], methods[name] = llm, method
+            except (WorkbookError, RuntimeError) as error:  # the latter are a GPU's: memory, a graph not captured
+                why[name] = without_folders(str(error))
+                say(f"not run: {name}: {why[name]}")
+                if isinstance(error, BackendUnavailable):
+                    why |= {
+                        f"{backend} {other}": why[name] for other, _ in variants if f"{backend} {other}" not in llms
+                    }
+                    break
+    return llms, methods, why
+
+
+def _variants(asked: Asked) -> list[tuple[str, DrafterOptions | None]]:
+    if asked.drafter is None:
+        return [(PLAIN, None)]
+    return [(PLAIN, None), (method_name(asked.drafter), asked.drafter)]
+
+
+def method_name(drafter: DrafterOptions) -> str:
+    """As records and plots call it: "draft_target", "ngram", "eagle3", …"""
+    config = decoding_config(drafter)
+    kind = config.decoding_type.lower() if config is not None else PLAIN
+    return {"eagle": "eagle3", "sa": "suffix"}.get(kind, kind)
+
+
+def open_llm(backend: str, asked: Asked, drafter: DrafterOptions | None, prompts: Sequence[Prompt]) -> Measurable:
+    """The real thing. A drafter's acceptance is forced where that was asked; plain decoding has none to force."""
+    from ..api import LLM
+    from ..models import load_tokenizer, resolve
+    from .remote import RemoteLLM
+
+    options: dict[str, Any] = {"dtype": asked.dtype, "device": asked.device}
+    options["tensor_parallel_size"] = asked.tensor_parallel_size
+    forced = asked.acceptance_length if drafter is not None else None
+    if backend in IN_A_CHILD:
+        tokenizer = load_tokenizer(resolve(asked.target, say=lambda line: None))
+        options |= {
+            "device": asked.child_device,
+            "max_batch_size": 1,
+            "max_seq_len": longest(prompts, tokenizer, asked),
+        }
+        return RemoteLLM(
+            asked.target, backend=backend, tokenizer=tokenizer, drafter=drafter, acceptance_length=forced, **options
+        )
+    if forced is not None:
+        options["simulated_acceptance"] = SimulatedAcceptance(acceptance_length=forced)
+    config = None if drafter is None else decoding_config(drafter)
+    return LLM(asked.target, backend=backend, speculative_config=config, **options)
+
+
+def longest(prompts: Sequence[Prompt], tokenizer: Any, asked: Asked) -> int:
+    """Positions that the longest conversation takes, its answers and a round's drafts included, in steps of 256."""
+    k = asked.drafter.k if asked.drafter else 0
+    needed = max(
+        len(render(Prompt(p.question_id, p.category, ("\n".join(p.turns),)), tokenizer))
+        + len(p.turns) * (asked.max_tokens + 32)
+        for p in prompts
+    )
+    return -(-(needed + k + 1) // 256) * 256
+
+
+# ---- what came out --------------------------------------------------------------------------------------------------
+
+
+def summarize(
+    backends: Sequence[str],
+    session: Session,
+    methods: Mapping[str, str],
+    why: Mapping[str, str],
+    asked: Asked,
+) -> dict[str, Any]:
+    """One entry for every backend and method, run or not. Ratios are to the reference's run of the same method."""
+    ran = [backend for backend in backends if any(name.split()[0] == backend for name in session.records)]
+    reference = "torch" if "torch" in ran else ran[0]
+    entries = []
+    for backend in backends:
+        for method, _ in _variants(asked):
+            name = f"{backend} {method}"
+            if name in session.records:
+                entries.append(_entry(name, backend, method, session, reference, asked))
+            else:
+                entries.append({"backend": backend, "method": method, "status": "not run", "why": why.get(name, "")})
+    return {
+        "reference": reference,
+        "ran": ran,
+        "entries": entries,
+        "is_simulated": any(record["is_simulated"] for record in session.records.values()),
+        "notes": [f"{name}: {note}" for name, record in session.records.items() for note in record["notes"]],
+    }
+
+
+def _entry(name: str, backend: str, method: str, session: Session, reference: str, asked: Asked) -> dict[str, Any]:
+    record = session.records[name]
+    figures = record["figures"]
+    cold = [f["output_tok_s"] for f in record["repeat_figures"] if not f["is_warm"]]
+    plain, same = session.records.get(f"{backend} {PLAIN}"), session.records.get(f"{reference} {method}")
+    is_plain = method == PLAIN
+    paired = paired_speedups(plain, record) if plain is not None and not is_plain else []
+    return {
+        "backend": backend,
+        "method": method,
+        "status": "ran",
+        "dtype": record["dtype"],
+        "output_tok_s": figures["output_tok_s"],
+        "output_tok_s_range": [min(cold), max(cold)],
+        "tpot_ms": figures["tpot_ms"],
+        "acceptance_length": figures["acceptance_length"],
+        "speedup": None if is_plain or plain is None else _ratio(record, plain),
+        "speedup_range": [min(paired), max(paired)] if paired else None,
+        "against_reference": None if backend == reference or same is None else _ratio(record, same),
+        **_text(name, session, reference, asked),
+    }
+
+
+def _ratio(record: Mapping[str, Any], base: Mapping[str, Any]) -> float:
+    return record["figures"]["output_tok_s"] / base["figures"]["output_tok_s"]
+
+
+def _text(name: str, session: Session, reference: str, asked: Asked) -> dict[str, Any]:
+    """Token ids against the reference's plain run, every repeat of them; None where texts say nothing."""
+    base = f"{reference} {PLAIN}"
+    records = session.records
+    nothing = {"same_text": None, "answers": None, "different_answers": None, "first_difference": None}
+    if asked.params.temperature:
+        return nothing | {"text_note": "not compared: sampled texts differ"}
+    if base not in records or records[base]["is_simulated"] or records[name]["is_simulated"]:
+        return nothing | {"text_note": "not compared: simulated, or no reference"}
+    theirs, ours = session.generations[base][0], session.generations[name]
+    found = first_differences([theirs], ours)
+    first = min(found, key=lambda d: (d["first_difference"], d["request"]), default=None)
+    return {
+        "same_text": not found,
+        "answers": len(theirs),
+        "different_answers": len({d["request"] for d in found}),
+        "first_difference": None if first is None else _difference(first, theirs, ours),
+        "text_note": "",
+    }
+
+
+def _difference(
+    found: Mapping[str, Any], theirs: Mapping[str, Generation], ours: Sequence[Mapping[str, Generation]]
+) -> dict[str, Any]:
+    """The earliest token that differs: its index, and both ids there (None: that answer had ended)."""
+    at, key = found["first_difference"], found["request"]
+    ids = theirs[key].token_ids, ours[found["repeat"] - 1][key].token_ids
+    reference, other = (tokens[at] if at < len(tokens) else None for tokens in ids)
+    return {"request": key, "token": at, "reference": reference, "found": other}
+
+
+def describe(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One row for every entry, for a table of plain values."""
+    rows = []
+    for e in summary["entries"]:
+        row: dict[str, Any] = {"backend": e["backend"], "method": e["method"]}
+        if e["status"] != "ran":
+            rows.append(row | {"text": f"not run: {e['why']}"})
+            continue
+        low, high = e["output_tok_s_range"]
+        has_drafts = e["method"] != PLAIN
+        length = "–" if not has_drafts else "not available"
+        if e["acceptance_length"] is not None:
+            length = f"{e['acceptance_length']:.2f}"
+        rows.append(
+            row
+            | {
+                "output tokens/s": e["output_tok_s"],
+                "lowest … highest": f"{low:.2f} … {high:.2f}",
+                "speed-up": e["speedup"],
+                f"against {summary['reference']}": e["against_reference"],
+                "acceptance length": length,
+                "text": text_words(e, summary["reference"]),
+            }
+        )
+    return rows
+
+
+def text_words(entry: Mapping[str, Any], reference: str) -> str:
+    if entry["same_text"] is None:
+        return entry["text_note"]
+    if entry["same_text"]:
+        is_it = entry["backend"] == reference and entry["method"] == PLAIN
+        return "the reference" if is_it else f"as {reference}'s, token for token"
+    first = entry["first_difference"]
+    return (
+        f"{entry['different_answers']} of {entry['answers']} answers differ, first at token {first['token']} of "
+        f"{first['request']}"
+    )

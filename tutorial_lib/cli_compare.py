@@ -1,0 +1,138 @@
+"""`workbook compare` and `workbook compare-records`: engines side by side, and runs of two days side by side.
+
+Functions only: `cli.py` makes commands of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .errors import OptionError
+
+JsonFile = Annotated[
+    str | None, typer.Option("--json", metavar="FILE", help="Also write a JSON document; - is stdout.")
+]
+
+
+def compare(
+    backends: Annotated[
+        str, typer.Option(metavar="B,…", help="Two or more of torch, transformers, vllm, tensorrt_llm.")
+    ],
+    target: Annotated[str, typer.Option(help="A checkpoint.")] = "embedded:target",
+    drafter: Annotated[str | None, typer.Option(help="As for generate. Without it: plain decoding only.")] = None,
+    max_draft_len: Annotated[int | None, typer.Option(help="K, draft tokens per round; default 4.")] = None,
+    ngram_size: Annotated[int | None, typer.Option(metavar="N", help="ngram: longest n-gram; default 3.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Spec-Bench JSON lines; default: one bundled one a category.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most output tokens.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0: greedy, and texts are compared.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of sampled texts.")] = 0,
+    repeats: Annotated[int, typer.Option(help="Timed repeats, in turns.")] = 3,
+    dtype: Annotated[str, typer.Option(help="auto: bfloat16 on a GPU, float32 on a CPU, for all.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu, cuda.")] = "auto",
+    tensor_parallel_size: Annotated[int, typer.Option(help="GPUs that share the target.")] = 1,
+    acceptance_length: Annotated[
+        float | None, typer.Option(metavar="A", help="Force it, where an engine can; texts then mean nothing.")
+    ] = None,
+    price_per_hour: Annotated[
+        float | None, typer.Option(metavar="P", help="What the machine costs an hour: adds a price per token.")
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(help="With --dry-run: machines that vLLM serves from.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what vLLM is called with and its launch lines; run nothing.")
+    ] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Several engines over the same prompts, in turns. Exit code 1 unless at least two of them ran."""
+    from . import cli
+    from .bench import methods, peers
+    from .drafter_options import DrafterOptions
+
+    names = [name.strip() for name in backends.split(",") if name.strip()]
+    peers.check_names(names)
+    options = None if drafter is None else DrafterOptions(drafter, max_draft_len, ngram_size=ngram_size)
+    if options is None:
+        of_drafter = {"--max-draft-len": max_draft_len, "--ngram-size": ngram_size}
+        cli._refuse_given(of_drafter | {"--acceptance-length": acceptance_length}, "without --drafter")
+    asked = peers.Asked(
+        target, options, dtype, device, max_tokens, temperature, seed, tensor_parallel_size, acceptance_length
+    )
+    _ = asked.params  # refuses a temperature or a limit that makes no sense
+    cli.check_json_file(json_file)
+    out = sys.stderr if json_file == "-" else sys.stdout
+    if dry_run:
+        _dry_run(names, asked, nodes, json_file)
+        return
+    cli._refuse_given({"--nodes": nodes}, "without --dry-run")
+    more: dict[str, Any] = {}
+    if prompts is not None:
+        from .bench.prompts import load_prompts
+
+        more = {"prompts": load_prompts(prompts), "prompt_set": prompts.stem}
+    document = peers.compare_backends(
+        names, asked, repeats=cli._at_least_one("--repeats", repeats), command=cli._command(),
+        say=lambda line: cli._say(line), **more,
+    )  # fmt: skip
+    from .show.tables import Table
+
+    print(cli.printable(repr(Table(peers.describe(document["summary"])))), file=out)
+    if document["summary"]["is_simulated"]:
+        print("simulated: acceptance was forced or weights are random; texts mean nothing", file=out)
+    if json_file == "-":
+        cli.write_json(json_file, document)
+    elif json_file is not None:
+        methods.write(document, json_file)
+    raise typer.Exit(0 if len(document["summary"]["ran"]) > 1 else 1)
+
+
+def _dry_run(names: list[str], asked: Any, nodes: int | None, json_file: str | None) -> None:
+    """vLLM's engine arguments, and with --nodes the lines that launch it over so many machines through Ray."""
+    from . import cli
+    from .backends import vllm_calls
+    from .config import SimulatedAcceptance
+    from .drafter_options import decoding_config
+
+    if "vllm" not in names:
+        raise OptionError("--dry-run without vllm in --backends", "vllm", "its launch is what is printed")
+    config = None if asked.drafter is None else decoding_config(asked.drafter)
+    drafter = getattr(config, "speculative_model_dir", None)
+    simulated = asked.acceptance_length
+    model, model_config = _place_of(asked.target)
+    arguments = vllm_calls.engine_args(
+        model,
+        config=model_config,
+        speculative=config,
+        drafter=None if drafter is None else _place_of(str(drafter))[0],
+        dtype=asked.dtype,
+        simulated=None if simulated is None else SimulatedAcceptance(acceptance_length=simulated),
+        tensor_parallel_size=asked.tensor_parallel_size,
+        is_dummy=asked.target.startswith("dummy:"),
+    )
+    lines = [] if nodes is None else vllm_calls.ray_launch(
+        arguments, nodes=nodes, gpus_per_node=asked.tensor_parallel_size
+    )  # fmt: skip
+    document = {"kind": "plan", "follows": f"vllm {vllm_calls.FOLLOWS}", "EngineArgs": arguments, "launch": lines}
+    if json_file != "-":
+        print(f"vllm.EngineArgs (as of {vllm_calls.FOLLOWS}):")
+        for name, value in arguments.items():
+            print(f"  {name} = {value!r}")
+        for line in lines:
+            print(line)
+    if json_file is not None:
+        cli.write_json(json_file, document)
+
+
+def _place_of(name: str) -> tuple[str, dict[str, Any]]:
+    """A model as vLLM is told of it, and its configuration: a folder, or the name of what nobody fetched yet."""
+    from . import cli
+    from .models import resolve
+
+    if not name.startswith(("embedded:", "dummy:")) and not Path(name).expanduser().is_dir():
+        return name, {"dtype": "auto"}
+    checkpoint = resolve(name, say=cli._say)
+    return str(checkpoint.folder or name), checkpoint.config
