@@ -538,6 +538,36 @@ def test_bench_under_load_passes_its_options_on_and_refuses_them_elsewhere(workb
         assert "--arrival has no effect without --experiment load" in refuses(*other, "--arrival", "closed")
 
 
+def test_schedule_prints_k_by_load(workbook, refuses, monkeypatch, tmp_path):
+    from tutorial_lib.bench import schedule
+
+    times = {(b, k): max(1.0, b * (k + 1) / 16) + 0.05 * k for b in (1, 8, 16) for k in range(5)}
+    asked = []
+
+    def measured(llm, *, say, **options):
+        asked.append((llm.model, llm.options["speculative_config"], llm.options["max_batch_size"], options))
+        return schedule.choose(times, 0.7 if options["acceptance"] is None else options["acceptance"])
+
+    monkeypatch.setattr(schedule, "measured", measured)
+    code, out, _ = workbook("schedule", "--batches", "1,8,16", "--json", tmp_path / "k.json")
+    assert code == 0 and out.splitlines() == [
+        "1 at once: K = 4, 2.31x plain decoding (prefill left out)",
+        "8 at once: K = 1, 1.62x plain decoding (prefill left out)",
+        "16 at once: K = 0, 1.00x plain decoding (prefill left out)",
+        "max_draft_len=4, draft_len_schedule={1: 4, 8: 1, 16: 0}",
+    ]
+    document = json.loads((tmp_path / "k.json").read_text())
+    assert document["draft_len_schedule"] == {"1": 4, "8": 1, "16": 0} and len(document["choices"]) == 15
+    (model, drafting, slots, options) = asked[0]
+    assert (model, slots, drafting.max_draft_len) == ("embedded:target", 16, 4)
+    assert options == {"batches": (1, 8, 16), "acceptance": None, "context": 128}
+    code, out, _ = workbook("schedule", "--acceptance", 0, "--drafter", "ngram", "--batches", "1,16")
+    assert code == 0 and out.splitlines()[-1] == "drafting pays at no load here: decode plainly"
+    for wrong in (["--batches", "2,4"], ["--batches", "x"], ["--acceptance", 2], ["--context", 0], ["--drafter", " "]):
+        assert wrong[0] in refuses("schedule", *wrong)
+    assert len(asked) == 2
+
+
 def test_run(workbook, monkeypatch, tmp_path):
     calls = []
 

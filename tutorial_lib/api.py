@@ -141,9 +141,9 @@ class LLM:
     def engine(self) -> Any:
         """The torch backend's engine (`engine.engine.Engine`): what a load is put on turn by turn."""
         engine = getattr(self._backend, "engine", None)
-        if engine is None:
-            name = self.info["backend"]
-            raise OptionError(f"backend {name!r} has no engine that is open", "backend 'torch', not closed")
+        if engine is None or not getattr(self._backend, "is_shared", False):
+            where = f"{self.info['backend']!r} on {self.info['device']}"
+            raise OptionError(f"backend {where} shows no engine whose calls share a batch", "backend 'torch' on a CPU")
         return engine
 
     @overload
@@ -204,6 +204,10 @@ class LLM:
     def time_draft(self, max_draft_len: int, context: int = 128) -> float:
         """Median seconds of drafting `max_draft_len` tokens, after `context` tokens (torch backend)."""
         return self._timer("time_draft")(max_draft_len, context)
+
+    def time_rounds(self, batch: int, max_draft_len: int, context: int = 128) -> float:
+        """Median seconds of a whole round that serves `batch` requests at K = `max_draft_len` (torch backend)."""
+        return self._timer("time_rounds")(batch, max_draft_len, context)
 
     def close(self) -> None:
         """Free weights and caches."""

@@ -134,6 +134,13 @@ class TorchBackend:
         """Median seconds of drafting `max_draft_len` tokens, see `Engine.time_draft`."""
         return self._running().time_draft(max_draft_len, context)
 
+    def time_rounds(self, batch: int, max_draft_len: int, context: int) -> float:
+        """Median seconds of a whole round by batch size and K, see `Engine.time_rounds`."""
+        engine = self._running()
+        if not self.is_shared or not isinstance(engine, Engine):
+            raise OptionError("rounds by batch size, of an engine whose calls do not share a batch", "a CPU, one rank")
+        return engine.time_rounds(batch, max_draft_len, context)
+
     def close(self) -> None:
         self.engine = None
         gc.collect()

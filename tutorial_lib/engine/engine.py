@@ -515,6 +515,33 @@ class Engine:
 
         return _median_s(draft, repeats)
 
+    def time_rounds(self, batch: int, max_draft_len: int, context: int, repeats: int = 5) -> float:
+        """Median seconds of a whole round (draft, verify, accept) that serves `batch` requests at K = `max_draft_len`,
+        whose texts are `context` tokens and grow. Nobody else may be served meanwhile."""
+        if not 0 <= max_draft_len <= self.max_draft_len:
+            raise OptionError(f"rounds at K = {max_draft_len} are to be timed", f"0 to {self.max_draft_len}")
+        if batch > len(self._free) or not self.scheduler.is_idle:
+            raise OptionError(
+                f"rounds of {batch} requests are to be timed", f"at most {len(self._free)}, and nobody else served"
+            )
+        count = (repeats + 2) * (max_draft_len + 1) + 1
+        ids = _arbitrary_ids(self.target.config.vocab_size, batch * context)
+        prompts = [ids[i * context : (i + 1) * context] for i in range(batch)]
+        requests = self._requests(prompts, [SamplingParams(max_tokens=count, ignore_eos=True)] * batch)
+        kept, self.draft_len_schedule = self.draft_len_schedule, {1: max_draft_len}
+        try:
+            self.submit(requests)
+            while any(not r.rounds for r in requests):
+                self.step()
+            taken = _median_s(self.step, repeats)
+        finally:
+            self.draft_len_schedule = kept
+            self.cancel(requests)
+        drafted = max(r.depth for request in requests for r in request.rounds)
+        if drafted > max_draft_len:
+            raise OptionError(f"this engine drafted {drafted} tokens", f"at most {max_draft_len}, as it was told")
+        return taken
+
     def _idle_slot(self, positions: int) -> int:
         """A slot that no request holds; `OptionError` if it has too few positions or there is none."""
         limit = self.max_seq_len
