@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from . import cli_compare
-from . import cli_schedule
+from . import cli_compare, cli_schedule
 from .errors import OptionError, PromptError, WorkbookError
 
 if TYPE_CHECKING:
@@ -645,10 +644,6 @@ def _say(line: str, out: Any = None) -> None:
 # ---- commands that stand in their own module ------------------------------------------------------------------------
 
 app.command("compare")(cli_compare.compare)
-
-
-# ---- commands that stand in their own module ------------------------------------------------------------------------
-
 app.command("schedule")(cli_schedule.schedule)
 
 
