@@ -10,7 +10,7 @@ PYTHON ?= python3
 PROFILE ?= cpu
 OUT ?= runs/$(PROFILE)
 TORCH_INDEX ?= auto
-EXTRAS ?= notebooks,test
+EXTRAS ?= notebooks,test,metrics
 PIP_ARGS ?= $(if $(CI),--quiet)
 TEST_ARGS ?=
 # how many processes run the tests, a file each at a time; the notebooks, which take longest, begin first

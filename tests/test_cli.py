@@ -39,7 +39,7 @@ class FakeLLM:
         if FakeLLM.error is not None:
             raise FakeLLM.error
         self.model, self.options, self.is_closed = model, options, False
-        self.info = {"backend": "torch", "target": model}
+        self.info, self.metrics_url = {"backend": "torch", "target": model}, "http://127.0.0.1:1/metrics"
         self.tokenizer = FakeTokenizer()
         options["say"]("building \x1b[31mit")
         FakeLLM.made.append(self)
@@ -503,6 +503,14 @@ def test_bench_of_all_methods_takes_the_options_of_a_bench(workbook, fake_method
     assert "--budget-s has no effect" in refuses("bench", "--experiment", "methods", "--budget-s", 60)
     assert "--max-draft-len is 0" in refuses("bench", "--experiment", "methods", "--max-draft-len", 0)
     assert "no experiments but methods" in refuses("bench", "--experiment", "70b-1b")
+
+
+def test_generate_answers_prometheus_only_if_asked(workbook):
+    workbook(*PROMPT)
+    code, _, err = workbook(*PROMPT, "--metrics-port", 0)
+    silent, asked = FakeLLM.made
+    assert code == 0 and "metrics: http://127.0.0.1:1/metrics" in err
+    assert "metrics_port" not in silent.options and asked.options["metrics_port"] == 0
 
 
 def test_bench_under_load_passes_its_options_on_and_refuses_them_elsewhere(workbook, refuses, monkeypatch, tmp_path):

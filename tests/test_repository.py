@@ -124,7 +124,7 @@ def test_importing_the_package_is_light() -> None:
 
 @pytest.mark.parametrize(
     ("name", "extras"),
-    [("environment.yml", "notebooks,test,gpu"), ("environment-cpu.yml", "notebooks,test")],
+    [("environment.yml", "notebooks,test,metrics,gpu"), ("environment-cpu.yml", "notebooks,test,metrics")],
 )
 def test_environment_files_install_this_project_as_pyproject_describes_it(name: str, extras: str) -> None:
     conda, pip = environment(name)

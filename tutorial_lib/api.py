@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
 from typing import Any, overload
 
 from .config import DecodingBaseConfig, KvCacheConfig, SamplingParams, SimulatedAcceptance
 from .errors import OptionError, PromptError
-from .results import Generation
+from .live_metrics import LiveMetrics
+from .results import Generation, without_folders
 from .turns import Turns
 
 BACKENDS = {
@@ -82,9 +84,10 @@ class LLM:
     is built into the cache first. speculative_config: the drafting method, None for plain decoding. device: "auto"
     takes a GPU of compute capability 8.0 or newer, else the CPU. dtype: "auto" is float32 on a CPU, bfloat16 on a GPU.
     max_batch_size and max_seq_len: needed limits; None takes the engine's own, or the defaults of `build`.
-    simulated_acceptance forces how many drafts are accepted (torch on a GPU, TensorRT-LLM, vLLM); kernels_off (names from
-    `engine.gpu_model.KERNELS`, run as plain torch instead) is the torch backend's own, on a GPU. Use it as a context
-    manager, or `close()` it, to free its memory. Raises `WorkbookError`s.
+    simulated_acceptance forces how many drafts are accepted (torch on a GPU, TensorRT-LLM, vLLM); kernels_off (names
+    from `engine.gpu_model.KERNELS`, run as plain torch instead) is the torch backend's own, on a GPU. metrics_port:
+    answer Prometheus on this port of 127.0.0.1 until `close`, see `live_metrics`; 0 takes a free one, see
+    `metrics_url`. Use it as a context manager, or `close()` it, to free its memory. Raises `WorkbookError`s.
     """
 
     def __init__(
@@ -101,6 +104,7 @@ class LLM:
         tensor_parallel_size: int = 1,
         simulated_acceptance: SimulatedAcceptance | None = None,
         kernels_off: Sequence[str] = (),
+        metrics_port: int | None = None,
         say: Say = lambda line: None,
     ) -> None:
         own = {"simulated_acceptance": simulated_acceptance, "kernels_off": kernels_off}
@@ -112,18 +116,27 @@ class LLM:
         if backend not in BACKENDS:
             raise OptionError(f"backend is {backend!r}", f"one of {', '.join(BACKENDS)}", "choose one of these")
         module, name = BACKENDS[backend]
-        self._backend = getattr(import_module(f".backends.{module}", __package__), name)(
-            model,
-            speculative_config=speculative_config,
-            kv_cache_config=kv_cache_config,
-            dtype=dtype,
-            max_batch_size=max_batch_size,
-            max_seq_len=max_seq_len,
-            device=device,
-            tensor_parallel_size=tensor_parallel_size,
-            say=say,
-            **own,
-        )
+        make = getattr(import_module(f".backends.{module}", __package__), name)
+        with ExitStack() as unless_open:
+            self._metrics: LiveMetrics | None = None
+            if metrics_port is not None:  # a port that is taken is told before anything is loaded
+                self._metrics = LiveMetrics(metrics_port, without_folders([model]))
+                unless_open.callback(self._metrics.close)
+            self._backend = make(
+                model,
+                speculative_config=speculative_config,
+                kv_cache_config=kv_cache_config,
+                dtype=dtype,
+                max_batch_size=max_batch_size,
+                max_seq_len=max_seq_len,
+                device=device,
+                tensor_parallel_size=tensor_parallel_size,
+                say=say,
+                **own,
+            )
+            unless_open.pop_all()
+        if self._metrics is not None:
+            self._metrics.watch(getattr(self._backend, "engine", None))
         self.speculative_config = speculative_config
         self._turn = Turns()  # readers step in threads; the engine serves one at a time
 
@@ -136,6 +149,11 @@ class LLM:
     def info(self) -> dict[str, Any]:
         """What runs: backend, target, drafter, dtype, device, limits, tactics, build and load seconds."""
         return self._backend.info
+
+    @property
+    def metrics_url(self) -> str | None:
+        """Where its Prometheus metrics are, if it was made with a `metrics_port`; see `live_metrics`."""
+        return self._metrics.url if self._metrics is not None else None
 
     @property
     def engine(self) -> Any:
@@ -174,10 +192,13 @@ class LLM:
     def _generate(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Generation]:
         if not getattr(self._backend, "is_shared", False):
             with self._turn:
-                return self._backend.generate(prompts, params)
+                generations = self._backend.generate(prompts, params)
+            for generation in generations if self._metrics is not None else ():
+                self._metrics.observe(generation)  # type: ignore[union-attr]
+            return generations
         with self._turn:
             opened = self._backend.open(prompts, params)
-        streams = [GenerationStream(stream, False, self._turn) for stream in opened]
+        streams = [GenerationStream(stream, False, self._turn, self._metrics) for stream in opened]
         try:
             return [stream.result() for stream in streams]
         finally:
@@ -195,7 +216,7 @@ class LLM:
         begins when it is read."""
         ids, params = self._ids(inputs), sampling_params or SamplingParams()
         with self._turn:
-            return GenerationStream(self._backend.stream(ids, params), streaming, self._turn)
+            return GenerationStream(self._backend.stream(ids, params), streaming, self._turn, self._metrics)
 
     def time_steps(self, rows: Sequence[int], context: int = 128) -> dict[int, float]:
         """Median seconds of one target pass with each number of rows, after `context` tokens (torch backend)."""
@@ -210,7 +231,10 @@ class LLM:
         return self._timer("time_rounds")(batch, max_draft_len, context)
 
     def close(self) -> None:
-        """Free weights and caches."""
+        """Free weights and caches, and the port of the metrics."""
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None  # its gauges refer to the engine
         self._backend.close()
 
     def __enter__(self) -> LLM:
@@ -240,8 +264,8 @@ class GenerationStream:
     Leaving an iteration early ends the request and gives its slot back.
     """
 
-    def __init__(self, stream: Any, streaming: bool, turn: Turns) -> None:
-        self._stream, self._streaming, self._turn = stream, streaming, turn
+    def __init__(self, stream: Any, streaming: bool, turn: Turns, metrics: LiveMetrics | None = None) -> None:
+        self._stream, self._streaming, self._turn, self._metrics = stream, streaming, turn, metrics
         self._last: Generation | None = None
 
     def __iter__(self) -> Iterator[Generation]:
@@ -288,5 +312,7 @@ class GenerationStream:
                 except StopIteration:
                     return None
             if item is not None:  # None: a turn that brought this request nothing
+                if self._metrics is not None:
+                    self._metrics.observe(item, self._last)
                 self._last = item
                 return item

@@ -234,6 +234,9 @@ def generate(
     backend: Annotated[str, typer.Option(help="torch, transformers, tensorrt_llm or vllm.")] = "torch",
     dtype: Dtype = "auto",
     device: Device = "auto",
+    metrics_port: Annotated[
+        int | None, typer.Option(metavar="P", help="Meanwhile answer Prometheus on this port of 127.0.0.1; 0: any.")
+    ] = None,
     json_file: JsonFile = None,
     raw: Annotated[bool, typer.Option("--raw", help="Send the prompt as it is, without the chat template.")] = False,
 ) -> None:
@@ -253,7 +256,11 @@ def generate(
     from .bench import metrics
 
     options: dict[str, Any] = {"backend": backend, "speculative_config": speculative, "dtype": dtype, "device": device}
+    if metrics_port is not None:
+        options["metrics_port"] = metrics_port
     with LLM(target, **options, say=_say) as llm:
+        if metrics_port is not None:
+            _say(f"metrics: {llm.metrics_url}")
         inputs = prompt if raw else _with_chat_template(prompt, llm.tokenizer)
         out = sys.stderr if json_file == "-" else sys.stdout
         generation = stream_text(llm.generate_async(inputs, params, streaming=True), out)
