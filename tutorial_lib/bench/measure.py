@@ -525,11 +525,11 @@ class RoundShapes:
 
 
 def _mean_time(counts: Mapping[int, int], times: Mapping[int, float]) -> float:
-    """Seconds by size, weighted by how often each size occurred; straight lines between the sizes that were timed,
-    and the largest one's time beyond it."""
+    """Seconds by size, weighted by how often each size occurred."""
+    return sum(count * between(times, size) for size, count in counts.items()) / sum(counts.values())
 
-    def at(size: int) -> float:
-        low, high = max(n for n in times if n <= size), min((n for n in times if n >= size), default=max(times))
-        return times[low] if high <= low else times[low] + (size - low) / (high - low) * (times[high] - times[low])
 
-    return sum(count * at(size) for size, count in counts.items()) / sum(counts.values())
+def between(times: Mapping[int, float], size: int) -> float:
+    """Seconds at `size`: straight lines between the sizes that were timed, and the largest one's time beyond it."""
+    low, high = max(n for n in times if n <= size), min((n for n in times if n >= size), default=max(times))
+    return times[low] if high <= low else times[low] + (size - low) / (high - low) * (times[high] - times[low])
