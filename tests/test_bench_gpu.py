@@ -376,6 +376,14 @@ def test_the_embedded_pair_beside_transformers(pair):
     assert summary["energy_j_per_token"].keys() == {"plain", "draft_target"}
     energies = [r for r in document["records"] if r["kind"] == "energy"]
     assert all(r["energy_j_per_token"] == pytest.approx(100 / r["output_tokens"]) for r in energies)
+    assert all(llm.is_closed for llm in pair.llms)
+
+
+def test_what_a_number_format_costs(pair):
+    document = pair.run(replace(PAIR, draft_lens=(), is_about_formats=True))
+    assert set(status_of(document).values()) == {"done"}, document["parts"]
+    summary = document["summary"]
+    assert set(summary["tok_s"]) == {"bfloat16", "fp8"} and summary["tok_s"]["fp8"]["draft_target"] > 0
     formats = summary["number_formats"]
     error = formats["logits"]["fp8"]
     assert error["logit_error_max"] == 0 and error["argmax_agreement"] == 1 and error["perplexity"] > 1

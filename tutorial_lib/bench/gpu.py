@@ -2,8 +2,9 @@
 
 An experiment is data. Shapes too large to fetch run with random weights and forced acceptance (`gpu_forced`): their
 times are real, their text means nothing and is dropped, and every record says `is_simulated`. The embedded pair runs
-with real acceptance, next to `transformers` (`gpu_embedded`). Step times come from graphs replayed on their own, round
-times from the engine's own rounds, so that the one can be held against the other.
+with real acceptance, next to `transformers` (`gpu_embedded`), and in two number formats (`gpu_formats`). Step times
+come from graphs replayed on their own, round times from the engine's own rounds, so that the one can be held against
+the other.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class Experiment:
     context: int = 600
     prompt_tokens: int = 128
     output_tokens: int = 944
+    is_about_formats: bool = False
 
     @property
     def is_simulated(self) -> bool:
@@ -54,6 +56,17 @@ EXPERIMENTS = {
         Experiment("70b-8b", "dummy:llama-3.1-70b", "dummy:llama-3.1-8b"),
         Experiment("8b-1b", "dummy:llama-3.1-8b", "dummy:llama-3.2-1b"),
         Experiment("embedded", "embedded:target", "embedded:draft", "bfloat16", 3, (2, 4, 5), (), output_tokens=128),
+        Experiment(
+            "number-formats",
+            "embedded:target",
+            "embedded:draft",
+            "bfloat16",
+            3,
+            (),
+            (),
+            output_tokens=128,
+            is_about_formats=True,
+        ),
     )
 }
 
@@ -89,9 +102,11 @@ def run_experiment(
         tools = Tools.of_this_machine()
     from .gpu_embedded import run_embedded
     from .gpu_forced import run_forced
+    from .gpu_formats import run_formats
 
+    of_real_weights = run_formats if experiment.is_about_formats else run_embedded
     run = Run(experiment, tools, say, json_file, budget_s, profile, command)
     with TemporaryDirectory() as folder:
-        (run_forced if experiment.is_simulated else run_embedded)(run, Path(folder))
+        (run_forced if experiment.is_simulated else of_real_weights)(run, Path(folder))
     run.write()
     return run.document()

@@ -1,8 +1,8 @@
-"""The embedded pair on a GPU: real acceptance, beside `transformers`, and what FP8 costs and gains.
+"""The embedded pair on a GPU: real acceptance, beside `transformers`.
 
 One interleaved session of our own methods as in `measure.bench`, with the drafter at several K: the fastest one stands
 for it. Then that one and plain decoding in turns with `transformers`, over fewer prompts, since it takes some 40 ms a
-token. Afterwards the same in FP8, and both number formats against `transformers` in float32.
+token. What FP8 costs and gains is an experiment of its own, see `gpu_formats`.
 """
 
 from __future__ import annotations
@@ -12,30 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from ..config import DecodingBaseConfig, DraftTargetDecodingConfig, NGramDecodingConfig, SamplingParams
-from ..results import Generation
-from . import gpu_parts, quality
-from .gpu_run import Record, Run, free_gpu_memory
+from . import gpu_parts
+from .gpu_run import Run, free_gpu_memory
 from .measure import Calibration, Session, compare
 from .prompts import load_prompts, select
-from .summary import PLAIN, RIVAL_KEYS, TRANSFORMERS, describe, first_differences, summarize
+from .summary import PLAIN, RIVAL_KEYS, TRANSFORMERS, describe, summarize
 
 PROMPTS_PER_CATEGORY = 2
 RIVAL_STRIDE, RIVAL_REPEATS = 4, 2  # `transformers` answers one prompt of every fourth category
-REFERENCE_TEXTS = 12
 ROUNDS = 8  # of a breakdown
-
-Engines = Mapping[tuple[str, str], Path | None]  # (role, dtype) -> engine directory
 
 
 def run_embedded(run: Run, folder: Path) -> None:
-    dtype = run.experiment.dtype
     cards = gpu_parts.card(run)
-    engines = {
-        (role, form): gpu_parts.build(run, folder, role, form, 20)
-        for form in (dtype, "fp8")
-        for role in ("target", "drafter")
-    }
-    target, drafter = engines["target", dtype], engines["drafter", dtype]
+    target, drafter = (gpu_parts.build(run, folder, role, run.experiment.dtype, 20) for role in ("target", "drafter"))
     llms: dict[str, Any] = {}
     try:
         _load_own(run, llms, target, drafter)
@@ -52,8 +42,6 @@ def run_embedded(run: Run, folder: Path) -> None:
         for llm in llms.values():
             llm.close()
         free_gpu_memory()
-    in_fp8 = run.part("the same in fp8", 20, lambda: _fp8_session(run, engines), engines["target", "fp8"], session)
-    run.part("number formats", 30, lambda: _number_formats(run, engines, session, in_fp8), target, session)
     gpu_parts.first_token(run, target, drafter)
 
 
@@ -100,14 +88,14 @@ def _load(
     **options: Any,
 ) -> None:
     def work() -> Any:
-        return gpu_parts.load(run, key, _short_ids, model, speculative_config=config, **options)
+        return gpu_parts.load(run, key, short_ids, model, speculative_config=config, **options)
 
     llm = run.part(f"load of {name}", 4, work, *needs)
     if llm is not None:
         llms[name] = llm
 
 
-def _short_ids(llm: Any) -> list[int]:
+def short_ids(llm: Any) -> list[int]:
     return list(llm.tokenizer("Why is the sky blue?")["input_ids"])
 
 
@@ -179,108 +167,3 @@ def _summarize(run: Run, session: Session, speculative: list[str], calibration: 
         "speculative_decode_tok_s": figures["decode_tok_s"],
         "calibration": calibration.medians(),
     }
-
-
-# ---- fp8 ------------------------------------------------------------------------------------------------------------
-
-
-def _fp8_session(run: Run, engines: Engines) -> Session:
-    """Plain and speculative in fp8 over the same prompts, once: is their text the same, and what is gained?"""
-    e, target, drafter = run.experiment, engines["target", "fp8"], engines["drafter", "fp8"]
-    configs: dict[str, DecodingBaseConfig | None] = {PLAIN: None}
-    if drafter is not None:
-        pair = DraftTargetDecodingConfig(max_draft_len=e.max_draft_len, speculative_model_dir=str(drafter))
-        configs["draft_target"] = pair
-    configs["ngram"] = NGramDecodingConfig(max_draft_len=e.max_draft_len)
-    llms: dict[str, Any] = {}
-    try:
-        for name, config in configs.items():
-            llms[name] = gpu_parts.load(run, "", _short_ids, str(target), speculative_config=config)
-        session = compare(
-            llms, select(load_prompts(), PROMPTS_PER_CATEGORY), SamplingParams(max_tokens=e.output_tokens), repeats=1,
-            experiment=e.name, profile=run.profile, command=run.command,
-        )  # fmt: skip
-    finally:
-        for llm in llms.values():
-            llm.close()
-    for record in session.records.values():
-        run.add_run(record)
-    run.summary["fp8_tok_s"] = {name: record["figures"]["output_tok_s"] for name, record in session.records.items()}
-    run.say("fp8, output tokens/s: " + ", ".join(f"{name} {x:.1f}" for name, x in run.summary["fp8_tok_s"].items()))
-    return session
-
-
-def _number_formats(run: Run, engines: Engines, session: Any, in_fp8: Session | None) -> Record:
-    """bf16 and fp8 against float32 on the answers that bf16 gave; where two texts part, how near a tie it was."""
-    e = run.experiment
-    sessions = {e.dtype: session, "fp8": in_fp8}
-    answers: Mapping[str, Generation] = session.generations[PLAIN][0]
-    prompts = {r.key: r.prompt_ids for r in session.requests}
-    texts = [([*prompts[key], *g.token_ids], len(prompts[key])) for key, g in list(answers.items())[:REFERENCE_TEXTS]]
-    reference = run.tools.reference(run.tools.resolve(e.target, say=run.say).folder)
-    truth = [reference.text_logits(ids) for ids, _ in texts]
-    logits: Record = {}
-    apart: Record = {}
-    for dtype, own in sessions.items():
-        if (path := engines["target", dtype]) is None:
-            continue
-        model = run.tools.gpu_model(path)
-        mine = [quality.text_logits(model, ids) for ids, _ in texts]
-        logits[dtype] = quality.compare_logits(truth, mine, texts)
-        if own is not None:
-            by = {dtype: lambda ids, m=model: quality.text_logits(m, ids), "float32": reference.text_logits}
-            apart[dtype] = quality.first_tokens_apart(
-                _parted(own), {r.key: r.prompt_ids for r in own.requests}, *_token_ids(own), by
-            )
-        del model, mine
-        free_gpu_memory()
-    found = {"against": "transformers, float32", "texts": len(texts), "logits": logits, "texts_apart": apart}
-    if in_fp8 is not None:
-        found |= _fp8_against(answers, in_fp8.generations[PLAIN][0])
-    run.summary["number_formats"] = found
-    run.add("number_formats", model=e.target, **found)
-    _say_number_formats(run, found)
-    return found
-
-
-def _parted(session: Session) -> list[Record]:
-    """Where our own speculative texts of the first repeat leave the plain ones, by method."""
-    return [
-        {"method": name, **difference}
-        for name, repeats in session.generations.items()
-        if name != PLAIN
-        for difference in first_differences(session.generations[PLAIN][:1], repeats[:1])
-    ]
-
-
-def _token_ids(session: Session) -> tuple[dict[str, list[int]], dict[str, dict[str, list[int]]]]:
-    """Of the first repeat: the plain answers by request, and every method's."""
-    by_method = {
-        name: {key: g.token_ids for key, g in repeats[0].items()} for name, repeats in session.generations.items()
-    }
-    return by_method[PLAIN], by_method
-
-
-def _fp8_against(answers: Mapping[str, Generation], in_fp8: Mapping[str, Generation]) -> Record:
-    """Plain answers in fp8 beside those in bf16: how many differ, and from which token on. A later turn is left out,
-    since it follows another answer."""
-    shared = [key for key in answers if key in in_fp8 and answers[key].prompt_token_ids == in_fp8[key].prompt_token_ids]
-    parted = first_differences([{key: answers[key] for key in shared}], [{key: in_fp8[key] for key in shared}])
-    return {
-        "fp8_answers": len(shared),
-        "fp8_answers_that_differ": len(parted),
-        "fp8_first_differing_token": sorted(entry["first_difference"] for entry in parted),
-    }
-
-
-def _say_number_formats(run: Run, found: Record) -> None:
-    for dtype, error in found["logits"].items():
-        run.say(
-            f"{dtype} against float32: logit error {error['logit_error_relative']:.2%} of their spread, perplexity "
-            f"{error['perplexity']:.4f} against {error['reference_perplexity']:.4f}, same first choice for "
-            f"{error['argmax_agreement']:.2%} of {error['tokens']} tokens"
-        )
-    for dtype, entries in found["texts_apart"].items():
-        gaps = [abs(entry[f"gap_{dtype}"]) for entry in entries if f"gap_{dtype}" in entry]
-        widest = f", the widest gap between the two logits {max(gaps):.4f}" if gaps else ""
-        run.say(f"{dtype}: {len(entries)} speculative answers part from the plain ones{widest}")

@@ -89,6 +89,30 @@ def breakdown_table(records: Sequence[Record], of: str) -> Table:
     return Table(rows)
 
 
+def formats_table(records: Sequence[Record]) -> Table:
+    """What every number format of the target costs against float32, and how fast it runs plain."""
+    found = next(r for r in _kind(records, "number_formats"))
+    plain = {r["dtype"]: r["figures"]["output_tok_s"] for r in _kind(records, "run") if r["method"] == "plain"}
+    differing = found.get("fp8_first_differing_token", [])
+    rows = []
+    for form, error in found["logits"].items():
+        is_first = form == next(iter(found["logits"]))
+        rows.append(
+            {
+                "number format": form,
+                "logit error, % of their spread": 100 * error["logit_error_relative"],
+                "largest logit error": error["logit_error_max"],
+                "same first choice, %": 100 * error["argmax_agreement"],
+                "perplexity": error["perplexity"],
+                "float32's perplexity": error["reference_perplexity"],
+                "answers that differ": None if is_first else f"{len(differing)} of {found.get('fp8_answers')}",
+                "first differing token": None if is_first or not differing else min(differing),
+                "plain, tokens/s": plain.get(form),
+            }
+        )
+    return Table(rows)
+
+
 def runs_table(records: Sequence[Record]) -> Table:
     """Every run of an experiment against its plain one: K, acceptance length, times, throughput, speed-up."""
     plain: dict[str, float] = {}
