@@ -129,7 +129,7 @@ class TableModel:
         self.config = ModelConfig.from_hf({**dummy_config("dummy:tiny-llama")[0], "vocab_size": table.shape[0]})
         self.pages = slots * -(-position_limit(max_seq_len, draft_len) // PAGE) + 1
 
-    def prefill(self, ids, table, slot, feature_layers=(), take=None) -> None: ...
+    def prefill(self, ids, table, slot, feature_layers=(), take=None, start=0) -> None: ...
 
     def one_step(self, token: int, start: int, table, slot, feature_layers=()) -> tuple[torch.Tensor, torch.Tensor]:
         return self.table[[token]], self.table[:0]

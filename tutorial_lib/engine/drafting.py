@@ -66,8 +66,8 @@ class Drafting(Protocol):
     def take(self, prompt_ids: Sequence[int], table: torch.Tensor, slot: int) -> Take | None:
         """What to do with each prefill step's features of a prompt; None if nothing."""
 
-    def begin(self, prompt_ids: Sequence[int], table: torch.Tensor, slot: int) -> None:
-        """A new request takes `slot`; `prompt_ids` is its text but for the last token, which `last` holds."""
+    def begin(self, ids: Sequence[int], table: torch.Tensor, slot: int, start: int) -> None:
+        """A piece of a text that begins in `slot`: positions `start` and following, all but the text's last two."""
 
     def draft(self, round: RoundProgram) -> torch.Tensor | None:
         """K tokens per sequence into `round.tokens[:, 1:]`; returns q float32 [B, K, V] if they were sampled."""
@@ -91,8 +91,8 @@ class ModelDrafting:
     def take(self, prompt_ids: Sequence[int], table: torch.Tensor, slot: int) -> None:
         return None
 
-    def begin(self, prompt_ids: Sequence[int], table: torch.Tensor, slot: int) -> None:
-        self.model.prefill([t if t < self.vocab_size else 0 for t in prompt_ids], table, slot)
+    def begin(self, ids: Sequence[int], table: torch.Tensor, slot: int, start: int) -> None:
+        self.model.prefill([t if t < self.vocab_size else 0 for t in ids], table, slot, start=start)
 
     def draft(self, round: RoundProgram) -> torch.Tensor | None:
         tokens, q = round.pair.view(-1), []
@@ -141,7 +141,7 @@ class NGramDrafting:
     def take(self, prompt_ids: Sequence[int], table: torch.Tensor, slot: int) -> None:
         return None
 
-    def begin(self, prompt_ids: Sequence[int], table: torch.Tensor, slot: int) -> None: ...
+    def begin(self, ids: Sequence[int], table: torch.Tensor, slot: int, start: int) -> None: ...
 
     def draft(self, round: RoundProgram) -> None:
         state, ops = round.state, round.target.ops

@@ -162,11 +162,13 @@ class RequestStream:
 
 class Engine:
     """A target, perhaps a drafter, and the loop around them. Calls share one batch. Not thread-safe: one call, or one
-    turn of one, at a time.
+    turn of one, at a time. `gpu_engine.GpuEngine` is the same loop with rounds and prompts on the device.
 
     draft_len_schedule: the number of active requests from which on -> draft tokens per round; None: always
     `max_draft_len`.
     """
+
+    _slack = 0  # positions behind a text's end that its blocks must hold too
 
     def __init__(
         self,
@@ -191,7 +193,7 @@ class Engine:
             enable_block_reuse=kv.enable_block_reuse,
             feature_width=len(self._feature_layers) * target.config.hidden_size,
         )
-        self.scheduler = Scheduler(target.max_slots, self.cache)
+        self.scheduler = Scheduler(target.max_slots, self.cache, max_rows=target.max_rows)
         self._free, self._is_stepping = self.scheduler.free, False
         last = target.config.num_layers + 1
         if bad := [n for n in self._feature_layers if not 0 <= n <= last]:
@@ -234,10 +236,10 @@ class Engine:
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Put requests in line, all of them or, if one cannot ever fit the cache, none (`PromptError`)."""
-        most = self.cache.max_tokens
+        most = self.cache.max_tokens - self._slack
         for request in requests:
             needed = len(request.prompt_ids) + request.params.max_tokens
-            if self.cache.blocks_for(needed) > len(self.cache.pool.blocks):
+            if self.cache.blocks_for(needed + self._slack) > len(self.cache.pool.blocks):
                 raise PromptError(
                     f"prompt and max_tokens of a request are {needed} tokens",
                     f"at most {most}, the KV cache's room (KvCacheConfig.max_tokens, in whole blocks)",

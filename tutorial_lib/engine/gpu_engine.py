@@ -1,34 +1,50 @@
-"""The engine whose rounds run on the device: the loop around `graph.RoundProgram`.
+"""The engine whose rounds run on the device: `Engine`'s loop with rounds and prompts launched, and read one turn late.
 
-The host launches rounds and, one round late, reads what was emitted. Everything a request goes through outside the
-round comes from `Engine`: checks, stop conditions, results.
+The host launches a round for everybody, then reads what the one before emitted; so the GPU has its next work before it
+is done with the last. What follows from a late result is late too: a round more than needed may run for a request that
+has ended, and what it computes is dropped. Everything a request goes through outside the rounds comes from `Engine`:
+checks, stop conditions, results, and when it joins, waits and leaves (`scheduler.py`).
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from ..config import SamplingParams, SimulatedAcceptance
+from ..config import KvCacheConfig, SamplingParams, SimulatedAcceptance
 from ..drafters.base import Drafter, Outcome, SlotState
 from ..errors import DAMAGED_LOGITS, OptionError
 from ..results import Round
 from .device_sampling import draw, probabilities, uniform
 from .drafting import Drafting, ModelDrafting
 from .engine import Engine, Request, _arbitrary_ids, _median_s
-from .gpu_model import MAX_STEP_ROWS, PAGE, GpuModel, captured, compile_steps, seconds_of
+from .gpu_model import MAX_STEP_ROWS, PAGE, GpuModel, captured, compile_steps, seconds_of, upload
 from .graph import DeviceState, RoundProgram, forced_schedule, position_limit
+from .model import PREFILL_CHUNK
+from .paged_cache import PagedCache, Seat
 from .sampling import Purpose
+from .scheduler import Scheduler
 from .verify import Verdict
 
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 STEPS_PER_GRAPH = 4  # when steps are timed
+
+
+class Launched(NamedTuple):
+    """Work whose results are on their way to the host. served: those it was launched for, and their seats then.
+    program: None for the first token after a prompt, report: (damage, token). event: when the report is there."""
+
+    served: list[tuple[Request, Seat]]
+    program: RoundProgram | None
+    report: torch.Tensor
+    event: Any
+    proposed_s: float = 0.0
 
 
 class GpuEngine(Engine):
@@ -48,6 +64,7 @@ class GpuEngine(Engine):
         drafting: Drafting | None = None,
         host_drafter: Drafter | None = None,
         max_draft_len: int = 0,
+        kv_cache_config: KvCacheConfig | None = None,
         simulated_acceptance: SimulatedAcceptance | None = None,
     ) -> None:
         self.target, self.tokenizer, self.eos_ids = target, tokenizer, frozenset(eos_ids)
@@ -59,208 +76,142 @@ class GpuEngine(Engine):
             self.max_draft_len = len(tree.of_drafts)  # every token of a tree takes a row
         if self.max_draft_len >= MAX_STEP_ROWS:
             raise OptionError(f"max_draft_len is {self.max_draft_len}", f"at most {MAX_STEP_ROWS - 1} on the GPU path")
-        self._most_active = min(max_slots, MAX_STEP_ROWS // (self.max_draft_len + 1))
-        self._free = list(range(max_slots))[::-1]
-        self._blocks = -(-position_limit(max_seq_len, self.max_draft_len) // PAGE)
-        self._pages = list(range(target.pages - 1))[::-1]
+        self.draft_len_schedule = {1: self.max_draft_len}
         layers = drafting.feature_layers if drafting is not None else ()
         self.state = DeviceState.make(
-            max_slots, self._blocks, target.pages - 1, target.device,
+            max_slots, -(-position_limit(max_seq_len, self.max_draft_len) // PAGE), target.pages - 1, target.device,
             feature_rows=self.max_draft_len + 1, feature_width=len(layers) * target.config.hidden_size,
             tree_depth=0 if tree is None else tree.depth,
         )  # fmt: skip
+        self._slack = 2 * (self.max_draft_len + 1) + 1  # a round in flight, the next one, a first token on its way
+        kv = kv_cache_config or KvCacheConfig()
+        self.cache: PagedCache = PagedCache(  # type: ignore[assignment]
+            [], self.state.table, target.pages - 1, enable_block_reuse=kv.enable_block_reuse
+        )
+        self.scheduler = Scheduler(max_slots, self.cache, max_rows=PREFILL_CHUNK, pass_rows=MAX_STEP_ROWS)
+        self._free, self._is_stepping = self.scheduler.free, False
+        self._launched: list[Launched] = []
+        self._is_ahead = False  # a round has been launched in this turn
         self._simulated = simulated_acceptance
         if simulated_acceptance is not None:
             deepest = self.max_draft_len if tree is None else tree.depth
             schedule = forced_schedule(simulated_acceptance.acceptance_length, deepest)
             self.state.forced = torch.tensor(schedule, dtype=torch.int32, device=target.device)
-        self._programs: dict[tuple[int, bool], RoundProgram] = {}
+        self._programs: dict[tuple[int, int, bool], RoundProgram] = {}
 
     # --------------------------------------------------------------------------------------------------------- programs
 
     def program(self, batch: int, *, is_sampled: bool = False) -> RoundProgram:
         """The round for a batch bucket, made (and on a GPU captured) at its first use."""
-        bucket = next((b for b in BATCH_BUCKETS if batch <= b <= self._most_active), self._most_active)
-        key = (bucket, is_sampled)
+        k = self.max_draft_len
+        most = self._most_together(k)
+        key = (next((b for b in BATCH_BUCKETS if batch <= b <= most), most), k, is_sampled)
         if key not in self._programs:
             self._programs[key] = RoundProgram(
                 self.target,
                 self.drafting,
                 self.state,
-                batch=bucket,
-                max_draft_len=self.max_draft_len,
+                batch=key[0],
+                max_draft_len=k,
                 is_sampled=is_sampled,
                 is_forced=self._simulated is not None,
             )
         return self._programs[key]
 
-    # ------------------------------------------------------------------------------------------------------------- loop
+    def _most_together(self, k: int) -> int:
+        return min(self.max_slots, MAX_STEP_ROWS // (k + 1))
 
-    def _run(self, requests: Sequence[Request]) -> Iterator[None]:
-        waiting: deque[Request] = deque(requests)
-        active: list[Request] = []
-        try:
-            while waiting or active:
-                while waiting and len(active) < self._most_active and self._free and self._has_pages(waiting[0]):
-                    request = waiting.popleft()
-                    request.slot = self._free.pop()
-                    active.append(request)
-                    self._prefill(request)
-                    yield
-                self._release(active)
-                if active:
-                    yield from self._rounds(active, bool(waiting))
-                elif waiting and not (self._free and self._has_pages(waiting[0])):
-                    raise OptionError(
-                        "every slot or cache page is held by streams that were not read to their end",
-                        "free ones",
-                        "finish or close those streams",
-                    )
-        finally:
-            for request in active:
-                self._give_back(request)
+    # ----------------------------------------------------------------------------------------------------------- rounds
 
-    def _has_pages(self, request: Request) -> bool:
-        return len(self._pages) >= self._page_count(request)
+    def _positions(self, request: Request) -> int:
+        return len(request.token_ids) + self._slack
 
-    def _page_count(self, request: Request) -> int:
-        tokens = position_limit(len(request.prompt_ids) + request.params.max_tokens, self.max_draft_len)
-        return -(-tokens // PAGE)
+    def _round(self, active: Sequence[Request]) -> None:
+        """Launch a round of all of `active`, then read what was launched a turn ago. A batch that is too large for one
+        program is divided evenly."""
+        if self.drafter is not None:  # it proposes for texts that the host knows
+            self._settle()
+        active = [r for r in active if not r.is_over and r.remaining > _seat(r).unread]
+        parts = -(-len(active) // self._most_together(self.max_draft_len))
+        before, self._launched = self._launched, []
+        for i in range(parts):
+            self._launched.append(self._launch(active[i::parts]))
+            if self.drafter is not None:
+                self._settle()
+        self._is_ahead = bool(self._launched)
+        for launched in before:
+            self._read(launched)
 
-    def _release(self, active: list[Request]) -> None:
-        for request in active:
-            if request.finish_reason:
-                self._give_back(request)
-        active[:] = [r for r in active if not r.finish_reason]
-
-    def _give_back(self, request: Request) -> None:
-        table = self.state.table[request.slot].tolist()
-        self._pages.extend(p for p in dict.fromkeys(table) if p != self.target.pages - 1)
-        self.state.table[request.slot] = self.target.pages - 1
-        self._free.append(request.slot)
-
-    def _prefill(self, request: Request) -> None:
-        slot, state, params = request.slot, self.state, request.params
-        pages = [self._pages.pop() for _ in range(self._page_count(request))]
-        state.table[slot, : len(pages)] = torch.tensor(pages, dtype=torch.int32, device=state.table.device)
-        state.params.temperature[slot] = params.temperature or 1.0
-        state.params.top_k[slot] = params.top_k or 0
-        state.params.top_p[slot] = 1.0 if params.top_p is None else params.top_p
-        state.params.seed[slot] = request.seed & (2**62 - 1)
-        device, prompt = state.length.device, request.prompt_ids
-        logits = self._read_prompt(slot, prompt)
-        self._argmax(logits)
-        if params.is_greedy:
-            token = int(logits.argmax())
-        else:
-            own = state.params.select(torch.tensor([slot], device=device))
-            position = torch.tensor([len(prompt)], device=device)
-            token = int(draw(probabilities(logits, own), uniform(own.seed, position, Purpose.TOKEN)))
-        request.ttft_s = request.latency_s = time.perf_counter() - request.start_s
-        self._emit(request, Verdict(0, (token,)), logits)
-        self._begin_text(slot, request.token_ids)
-        if request.finish_reason:
-            return
-        if self.drafting is not None:
-            self.drafting.begin(prompt[:-1], state.table, slot)
-        elif self.drafter is not None:
-            self.drafter.reset(slot, request.prompt_ids)
-
-    def _read_prompt(self, slot: int, prompt: Sequence[int]) -> torch.Tensor:
-        """The prompt into the target's cache and its features to the drafter; logits float32 [1, V] of what follows."""
-        state, drafting = self.state, self.drafting
-        layers = drafting.feature_layers if drafting is not None else ()
-        take = drafting.take(prompt, state.table, slot) if drafting is not None else None
-        self.target.prefill(prompt[:-1], state.table, slot, layers, take)
-        logits, features = self.target.one_step(prompt[-1], len(prompt) - 1, state.table, slot, layers)
-        if layers:
-            state.features[slot * (self.max_draft_len + 1)] = features[0]
-        return logits
-
-    def _begin_text(self, slot: int, token_ids: Sequence[int]) -> None:
-        """A slot's text after prefill; its last token has not been seen by the target."""
-        state, count = self.state, len(token_ids)
-        ids = torch.tensor(token_ids, dtype=torch.int32, device=state.length.device)
-        state.length[slot], state.last[slot], state.row[slot], state.kept[slot] = count, ids[-2:], 0, 0
-        state.text[slot, :count] = ids
-
-    def _rounds(self, active: list[Request], is_one_round: bool) -> Iterator[None]:
-        """Rounds until a request ends (or just one, while others wait for a slot). Results are read one launch late,
-        so a round more than needed may run; what it computes for an ended request is dropped."""
-        is_sampled = any(not r.params.is_greedy for r in active)
-        if is_sampled and any(r.params.is_greedy for r in active):
-            for request in active:
-                if request.params.is_greedy:
-                    self.state.params.top_p[request.slot] = 0.0
-        program = self.program(len(active), is_sampled=is_sampled)
-        if self.drafter is not None or is_one_round:
-            self._launch(program, active)
-            self._read(program, active, self._fetch(program))
-            yield
-            return
-        in_flight: deque[Any] = deque()
-        try:
-            while True:
-                self._launch(program, active)
-                in_flight.append(self._fetch(program))
-                if len(in_flight) > 1:
-                    self._read(program, active, in_flight.popleft())
-                    yield
-                    if any(r.finish_reason for r in active):
-                        break
-            while in_flight:
-                self._read(program, active, in_flight.popleft())
-        finally:
-            if program.report.is_cuda:
-                torch.cuda.current_stream().synchronize()
-
-    def _launch(self, program: RoundProgram, active: Sequence[Request]) -> None:
+    def _launch(self, active: Sequence[Request]) -> Launched:
+        program = self.program(len(active), is_sampled=any(not r.params.is_greedy for r in active))
         program.choose([r.slot for r in active])
-        if self.drafter is not None:
-            began = time.perf_counter()
-            states = [
-                SlotState(r.slot, r.token_ids, min(self.max_draft_len, r.remaining - 1), r.params, r.seed)
-                for r in active
-            ]
-            drafts = [list(d.tokens) for d in self.drafter.propose(states)]
-            lengths = [program.k if self._simulated else len(d) for d in drafts] + [0] * (program.batch - len(active))
-            rows = [d + [0] * (program.k - len(d)) for d in drafts] + [[0] * program.k] * (program.batch - len(active))
-            program.drafts.copy_(torch.tensor(rows, dtype=torch.int32).view(program.batch, program.k))
-            program.drafted_len.copy_(torch.tensor(lengths))
-            program.proposed_s = time.perf_counter() - began
+        proposed_s = self._propose(program, active) if self.drafter is not None else 0.0
         program.launch()
+        for request in active:
+            _seat(request).unread += 1
+        return Launched([(r, _seat(r)) for r in active], program, *_fetch(program.report), proposed_s)
 
-    @staticmethod
-    def _fetch(program: RoundProgram) -> tuple[torch.Tensor, Any]:
-        """Start copying a round's report to the host; the event tells when it is there."""
-        if not program.report.is_cuda:
-            return program.report.clone(), None
-        pinned = torch.empty(program.report.shape, dtype=torch.int32, pin_memory=True)
-        pinned.copy_(program.report, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        return pinned, event
+    def _propose(self, program: RoundProgram, active: Sequence[Request]) -> float:
+        """The host drafter's tokens into the round; the seconds it took."""
+        assert self.drafter is not None
+        began = time.perf_counter()
+        states = [SlotState(r.slot, r.token_ids, min(program.k, r.remaining - 1), r.params, r.seed) for r in active]
+        drafts, unused = [list(d.tokens) for d in self.drafter.propose(states)], program.batch - len(active)
+        lengths = [program.k if self._simulated else len(d) for d in drafts] + [0] * unused
+        rows = [d + [0] * (program.k - len(d)) for d in drafts] + [[0] * program.k] * unused
+        program.drafts.copy_(torch.tensor(rows, dtype=torch.int32).view(program.batch, program.k))
+        upload(program.drafted_len, lengths)
+        return time.perf_counter() - began
 
-    def _read(self, program: RoundProgram, active: Sequence[Request], fetched: tuple[torch.Tensor, Any]) -> None:
-        report, event = fetched
-        if event is not None:
-            event.synchronize()
-        batch = program.batch
-        stamps, damage, lengths, out, path = report.split(program.parts)
-        paths: list[list[int]] = path.view(batch, -1).tolist()
-        began, drafted, ended = stamps.view(torch.long).tolist()
-        if bool(damage[: len(active)].any()):
+    # ---------------------------------------------------------------------------------------------------------- results
+
+    def _settle(self) -> None:
+        """Read everything that was launched."""
+        while self._launched:
+            self._read(self._launched.pop(0))
+
+    def _read(self, launched: Launched) -> None:
+        """Wait for the results and hand them out. Who has ended meanwhile, or lost its seat, gets none."""
+        if launched.event is not None:
+            launched.event.synchronize()
+        served: list[tuple[int, Request, Seat]] = []
+        for row, (request, seat) in enumerate(launched.served):
+            if request.holding is seat and not request.is_over:
+                seat.unread -= 1
+                served.append((row, request, seat))
+        if not served:
+            return
+        if launched.program is None:
+            self._read_first(served[0][1], *launched.report.tolist())
+        else:
+            self._read_round(launched.program, served, launched)
+
+    def _read_first(self, request: Request, damage: int, token: int) -> None:
+        if damage:
             raise FloatingPointError(DAMAGED_LOGITS)
+        request.ttft_s = request.latency_s = time.perf_counter() - request.start_s
+        self._emit(request, Verdict(0, (token,)), None)  # type: ignore[arg-type]
+
+    def _read_round(
+        self, program: RoundProgram, served: Sequence[tuple[int, Request, Seat]], launched: Launched
+    ) -> None:
+        batch = program.batch
+        stamps, damage, lengths, out, path = launched.report.split(program.parts)
+        began, drafted, ended = stamps.view(torch.long).tolist()
+        damaged = damage.tolist()
+        if any(damaged[row] for row, *_ in served):
+            raise FloatingPointError(DAMAGED_LOGITS)
+        rows, counts, paths = out.view(batch, -1).tolist(), lengths.tolist(), path.view(batch, -1).tolist()
         now = time.perf_counter()
         outcomes = []
-        each = zip(active, out.view(batch, -1).tolist(), lengths.tolist(), paths, strict=False)
-        for request, row, length, own in each:
-            if request.finish_reason:
-                continue
-            accepted, token, drafts = row[0], row[1], row[2 : 2 + length]
-            walked = tuple(i - 1 for i in own[:accepted]) if program.tree is not None else tuple(range(accepted))
+        for row, request, seat in served:
+            accepted, token, drafts = rows[row][0], rows[row][1], rows[row][2 : 2 + counts[row]]
+            walked = tuple(i - 1 for i in paths[row][:accepted]) if program.tree is not None else tuple(range(accepted))
+            known = len(request.token_ids) - 1  # positions that this round found in every cache
             words = (*(drafts[i] for i in walked), token)
             emitted = self._emit(request, Verdict(accepted, words), None)  # type: ignore[arg-type]
+            seat.drafted = max(seat.drafted, known)
+            self.cache.enter(request.slot, seat, request.token_ids, seat.drafted)
             outcomes.append(Outcome(request.slot, walked))
             request.latency_s = now - request.start_s
             request.rounds.append(
@@ -268,7 +219,7 @@ class GpuEngine(Engine):
                     drafted=tuple(drafts),
                     accepted=accepted,
                     emitted=emitted,
-                    draft_s=(drafted - began) * 1e-9 + program.proposed_s,
+                    draft_s=(drafted - began) * 1e-9 + launched.proposed_s,
                     verify_s=(ended - drafted) * 1e-9,
                     end_s=request.latency_s,
                     parents=None if program.tree is None else program.tree.of_drafts,
@@ -278,6 +229,84 @@ class GpuEngine(Engine):
         if self.drafter is not None:
             self.drafter.observe(outcomes)
 
+    # ---------------------------------------------------------------------------------------------------------- prompts
+
+    def _read_prompts(self, pieces: Sequence[tuple[Request, int]]) -> None:
+        """Launch pieces of prompts; those that are read to their end get their first token, of which the host hears a
+        turn later. With no round to wait for it hears of everything now."""
+        for request, count in pieces:
+            seat, context, start = _seat(request), request.context, request.computed
+            request.computed = end = start + count
+            is_last = end == len(context)
+            self._read_text(request.slot, request.token_ids, start, end - is_last)
+            seat.drafted = end - is_last
+            self.cache.enter(request.slot, seat, request.token_ids, seat.drafted)
+            if is_last:
+                self._begin_rounds(request, seat)
+        if not self._is_ahead:
+            self._settle()
+        self._is_ahead = False
+
+    def _read_text(self, slot: int, text: Sequence[int], start: int, end: int) -> None:
+        """Positions `start` to `end` of `text` into every cache."""
+        if start < end:
+            state, drafting = self.state, self.drafting
+            layers = drafting.feature_layers if drafting is not None else ()
+            take = drafting.take(text, state.table, slot) if drafting is not None else None
+            self.target.prefill(text[start:end], state.table, slot, layers, take, start=start)
+            if drafting is not None:
+                drafting.begin(text[start:end], state.table, slot, start)
+
+    def _read_root(self, slot: int, token: int, position: int) -> torch.Tensor:
+        """The last position before rounds begin; logits float32 [1, V] of what follows. It takes a step of its own, so
+        that what is computed from it comes from the kernels that decode."""
+        layers = self.drafting.feature_layers if self.drafting is not None else ()
+        logits, features = self.target.one_step(token, position, self.state.table, slot, layers)
+        if layers:
+            self.state.features[slot * (self.max_draft_len + 1)] = features[0]
+        return logits
+
+    def _begin_rounds(self, request: Request, seat: Seat) -> None:
+        """A prompt has been read: its first token, unless the request goes on after a preemption, and what the rounds
+        need to know of it."""
+        slot, state, params, context = request.slot, self.state, request.params, request.context
+        logits = self._read_root(slot, context[-1], len(context) - 1)
+        state.params.temperature[slot] = params.temperature or 1.0
+        state.params.top_k[slot] = params.top_k or 0
+        state.params.top_p[slot] = 0.0 if params.is_greedy else 1.0 if params.top_p is None else params.top_p
+        state.params.seed[slot] = request.seed & (2**62 - 1)
+        self._begin_text(slot, request.token_ids)
+        if len(request.token_ids) == len(request.prompt_ids):
+            seat.unread += 1
+            report = self._first_token(request, logits)
+            self._launched.append(Launched([(request, seat)], None, *_fetch(report)))
+        if self.drafter is not None:
+            self.drafter.reset(slot, context)
+        request.is_reading = False
+
+    def _begin_text(self, slot: int, token_ids: Sequence[int]) -> None:
+        """A slot's text; its last token has not been seen by the target."""
+        state, count = self.state, len(token_ids)
+        state.length[slot], state.row[slot], state.kept[slot] = count, 0, 0
+        upload(state.last[slot], [*token_ids[-2:]] if count > 1 else [token_ids[-1]] * 2)
+        upload(state.text[slot, :count], token_ids)
+
+    def _first_token(self, request: Request, logits: torch.Tensor) -> torch.Tensor:
+        """Choose it and append it to the slot's text, on the device. Returns int32 (damage, token)."""
+        slot, state, count, device = request.slot, self.state, len(request.prompt_ids), logits.device
+        report = torch.zeros(2, dtype=torch.int32, device=device)
+        damage, token = report[:1], report[1:]
+        self.target.ops.argmax(logits, token, damage=damage)
+        if not request.params.is_greedy:
+            own = state.params.select(torch.full((1,), slot, device=device))
+            position = torch.full((1,), count, device=device)
+            token.copy_(draw(probabilities(logits, own), uniform(own.seed, position, Purpose.TOKEN)))
+        state.length[slot] = count + 1
+        state.last[slot, 0] = request.prompt_ids[-1]
+        state.last[slot, 1:] = token
+        state.text[slot, count : count + 1] = token
+        return report
+
     # ---------------------------------------------------------------------------------------------------- calibration
 
     def time_steps(self, rows: Sequence[int], context: int, repeats: int = 7) -> dict[int, float]:
@@ -286,9 +315,7 @@ class GpuEngine(Engine):
         model, most = self.target, max(rows)
         compile_steps([(model, sorted(set(rows)))])
         ids = _arbitrary_ids(model.config.vocab_size, context + most)
-        slot, table = self._idle_slot(context + most), self.state.table.clone()
-        table[slot] = self._spare_pages()
-        model.prefill(ids[:context], table, slot)
+        slot = self._idle_slot(context + most)
         tokens, lengths, slots = (
             torch.tensor(x, dtype=torch.int32, device=model.device) for x in (ids[context:], [context], [slot])
         )
@@ -296,11 +323,13 @@ class GpuEngine(Engine):
 
         def steps(count: int) -> None:
             for _ in range(STEPS_PER_GRAPH):
-                logits = model.step(tokens[:count], table, lengths, slots, count)
+                logits = model.step(tokens[:count], self.state.table, lengths, slots, count)
                 model.ops.argmax(logits, best[:count], model.ops.pdl)
 
         is_cuda = model.device.type == "cuda"
-        return {n: _graph_s(partial(steps, n), is_cuda, repeats) / STEPS_PER_GRAPH for n in rows}
+        with self._spare_pages(slot):
+            model.prefill(ids[:context], self.state.table, slot)
+            return {n: _graph_s(partial(steps, n), is_cuda, repeats) / STEPS_PER_GRAPH for n in rows}
 
     def time_draft(self, max_draft_len: int, context: int, repeats: int = 7) -> float:
         """Median seconds of what a round does before it verifies, for one request whose text is `context` tokens and
@@ -315,22 +344,25 @@ class GpuEngine(Engine):
             compile_steps([(drafting.model, (1, 2))])
         ids = _arbitrary_ids(self.target.config.vocab_size, context + 1)
         slot = self._idle_slot(context + k + 1)
-        state.table[slot] = self._spare_pages()
-        try:
-            self._read_prompt(slot, ids[:-1])
+        with self._spare_pages(slot):
+            self._read_text(slot, ids, 0, context - 1)
+            self._read_root(slot, ids[context - 1], context - 1)
             self._begin_text(slot, ids)
-            drafting.begin(ids[:-2], state.table, slot)
             program = RoundProgram(self.target, drafting, state, batch=1, max_draft_len=k)
             program.aim([slot])
             return _graph_s(program.draft, state.length.is_cuda, repeats)
-        finally:
-            state.table[slot] = self.target.pages - 1
 
-    def _spare_pages(self) -> torch.Tensor:
-        """Pages for one slot that no request holds."""
-        if len(self._pages) < self._blocks:
+    @contextmanager
+    def _spare_pages(self, slot: int) -> Iterator[None]:
+        """The idle `slot` has pages for a text of any length, until the end of the block."""
+        seat = self.cache.begin(slot, [], 0, self.max_seq_len + self._slack)
+        if seat is None:
             raise OptionError("the cache pages are held by open streams", "free ones", "finish or close a stream")
-        return torch.tensor(self._pages[-self._blocks :], dtype=torch.int32, device=self.state.table.device)
+        try:
+            yield
+        finally:
+            self.cache.end(seat)
+            self.state.table[slot] = self.target.pages - 1
 
     # ------------------------------------------------------------------------------------------------------ refusals
 
@@ -344,6 +376,26 @@ class GpuEngine(Engine):
         for request in requests:
             request.is_simulated = self._simulated is not None
         return requests
+
+
+def _padded(ids: Sequence[int], length: int, fill: int) -> list[int]:
+    return [*ids, *[fill] * (length - len(ids))]
+
+
+def _seat(request: Request) -> Seat:
+    assert isinstance(request.holding, Seat)
+    return request.holding
+
+
+def _fetch(report: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """Start copying a report to the host; the event tells when it is there."""
+    if not report.is_cuda:
+        return report.clone(), None
+    pinned = torch.empty(report.shape, dtype=report.dtype, pin_memory=True)
+    pinned.copy_(report, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return pinned, event
 
 
 @torch.inference_mode()

@@ -150,7 +150,7 @@ class FixedStep:
 
     def run(self, ids: Sequence[int], start: int) -> None:
         padded = list(ids) + [ids[-1]] * (self.rows - len(ids))
-        self.tokens.copy_(torch.tensor(padded))
+        upload(self.tokens, padded)
         self.length.fill_(start)
         if self._graph is not None:
             self._graph.replay()
@@ -161,6 +161,11 @@ class FixedStep:
         run: Callable[..., Any] = self.model.step if self.has_logits else self.model.body
         made: Any = run(self.tokens, self.table, self.length, self.slot, self.rows, taps=self._taps)
         self.logits = made if self.has_logits else None
+
+
+def upload(aim: torch.Tensor, values: Sequence[int]) -> None:
+    """Numbers of the host into `aim` [n], behind what was launched before and without waiting for it."""
+    aim.copy_(torch.tensor(values, dtype=aim.dtype, pin_memory=aim.is_cuda), non_blocking=True)
 
 
 def compile_steps(wanted: Iterable[tuple[GpuModel, Iterable[int]]]) -> int:
@@ -342,8 +347,10 @@ class GpuModel:
         slot: int,
         feature_layers: tuple[int, ...] = (),
         take: Callable[[int, torch.Tensor], None] | None = None,
+        *,
+        start: int = 0,
     ) -> None:
-        """Append a stretch of text to the empty `slot`, 64 tokens a step; on a GPU the step is one graph.
+        """Append a stretch of text to `slot`, which holds `start` tokens; 64 a step, on a GPU the step is one graph.
 
         Rows behind the text's end in the last step write positions that later steps write again. A prompt's last
         token is left to `step`, so that whatever is computed from it comes from the kernels that decode. take: gets
@@ -352,9 +359,9 @@ class GpuModel:
         step = self._fixed_step(MAX_STEP_ROWS, feature_layers, has_logits=False)
         step.table[0, : table.shape[1]] = table[slot]
         for at in range(0, len(ids), MAX_STEP_ROWS):
-            step.run(ids[at : at + MAX_STEP_ROWS], at)
+            step.run(ids[at : at + MAX_STEP_ROWS], start + at)
             if take is not None:
-                take(at, step.features)
+                take(start + at, step.features)
 
     @torch.inference_mode()
     def one_step(

@@ -18,7 +18,7 @@ import torch
 from ..errors import OptionError
 from .device_sampling import SlotParams, accept_sampled, draw, probabilities, uniform
 from .drafting import Drafting
-from .gpu_model import MAX_STEP_ROWS, PAGE, GpuModel, Taps, captured
+from .gpu_model import MAX_STEP_ROWS, PAGE, GpuModel, Taps, captured, upload
 from .sampling import Purpose
 
 
@@ -122,10 +122,9 @@ class RoundProgram:
             self._chosen = list(slots)
 
     def aim(self, slots: Sequence[int]) -> None:
-        self.slots.copy_(torch.tensor(slots))
+        upload(self.slots, slots)
         if self.taps is not None:
-            rows = torch.tensor(slots)[:, None] * (self.k + 1) + torch.arange(self.k + 1)
-            self.taps.rows.copy_(rows.view(-1))
+            upload(self.taps.rows, [slot * (self.k + 1) + row for slot in slots for row in range(self.k + 1)])
 
     def launch(self) -> None:
         """Run the round: by its graph on a GPU (captured at the first call), directly elsewhere."""

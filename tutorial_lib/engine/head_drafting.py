@@ -22,7 +22,7 @@ from ..drafters.eagle import check_ranks
 from ..drafters.medusa import choose_tree
 from ..errors import OptionError
 from .drafting import DeviceTree, Take
-from .gpu_model import MAX_STEP_ROWS, PAGE, GpuModel, Weight, captured, rotary_tables
+from .gpu_model import MAX_STEP_ROWS, PAGE, GpuModel, Weight, captured, rotary_tables, upload
 from .reference import Tap
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class EagleDrafting:
 
         return take
 
-    def begin(self, prompt_ids: Sequence[int], table: torch.Tensor, slot: int) -> None: ...
+    def begin(self, ids: Sequence[int], table: torch.Tensor, slot: int, start: int) -> None: ...
 
     def draft(self, round: RoundProgram) -> None:
         ops = self.target.ops
@@ -280,7 +280,7 @@ class _PairStep:
             self._graph = captured(self._step)
             self.table.copy_(keep)
         padded = list(words) + [words[-1]] * (MAX_STEP_ROWS - len(words))
-        self.words.copy_(torch.tensor(padded))
+        upload(self.words, padded)
         self.length.fill_(start)
         self.features.copy_(features)
         if self._graph is not None:
@@ -320,7 +320,7 @@ class MedusaDrafting:
     def take(self, prompt_ids: Sequence[int], table: torch.Tensor, slot: int) -> None:
         return None
 
-    def begin(self, prompt_ids: Sequence[int], table: torch.Tensor, slot: int) -> None: ...
+    def begin(self, ids: Sequence[int], table: torch.Tensor, slot: int, start: int) -> None: ...
 
     def draft(self, round: RoundProgram) -> None:
         rows = round.slots * (round.k + 1) + round.state.row[round.slots]

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from .kv_cache import KvCache
+from .kv_cache import BlockCache, Holding
 
 if TYPE_CHECKING:
     from .engine import Request
@@ -26,10 +26,12 @@ PIECE = 128
 
 
 class Scheduler:
-    """waiting: first come, first served. running: those with a slot, in the order in which they got it."""
+    """waiting: first come, first served. running: those with a slot, in the order in which they got it.
 
-    def __init__(self, slots: int, cache: KvCache) -> None:
-        self.cache = cache
+    max_rows: the most rows of one prompt in one pass. pass_rows: what a pass costs, however few rows of it are used."""
+
+    def __init__(self, slots: int, cache: BlockCache, *, max_rows: int, pass_rows: int = 1) -> None:
+        self.cache, self.max_rows, self.pass_rows = cache, max_rows, pass_rows
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.free = list(range(slots))[::-1]
@@ -77,13 +79,14 @@ class Scheduler:
         return [r for r in chosen if r.slot >= 0]
 
     def reading(self, most: int) -> list[tuple[Request, int]]:
-        """Whose prompts are read next and how many tokens of each, `most` together: first come, first served."""
+        """Whose prompts are read next and how many tokens of each, `most` rows together: first come, first served."""
         pieces = []
         for request in self.running:
             unread = len(request.context) - request.computed
             if request.is_reading and (most > 0 or unread == 0):
-                pieces.append((request, min(most, unread, self.cache.model.max_rows)))
-                most -= pieces[-1][1]
+                count = min(most, unread, self.max_rows)
+                pieces.append((request, count))
+                most -= -(-count // self.pass_rows) * self.pass_rows
         return pieces
 
     def preempt(self, request: Request) -> None:
@@ -101,4 +104,4 @@ class Scheduler:
         self.running.remove(request)
         self.cache.end(request.holding)
         self.free.append(request.slot)
-        request.slot, request.computed, request.features = -1, 0, []
+        request.slot, request.holding, request.computed, request.features = -1, Holding(), 0, []
