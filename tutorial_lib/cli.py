@@ -377,6 +377,14 @@ def bench(
         str | None,
         typer.Option(help="TensorRT-LLM's: draft_target (default), ngram, lookahead, medusa, eagle, eagle3."),
     ] = None,
+    temperature: Annotated[float | None, typer.Option(help="Above 0 texts are sampled and not compared.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Most output tokens; default: the profile's.")] = None,
+    rules: Annotated[
+        str | None, typer.Option(help="spec-bench: also scored by that benchmark's rules, over all prompts of FILE.")
+    ] = None,
+    price_per_hour: Annotated[
+        float | None, typer.Option(metavar="P", help="What the machine costs an hour: adds a price per token.")
+    ] = None,
     concurrency: Annotated[
         str | None, typer.Option(metavar="N,…", help="load: clients that each wait for their answer; Poisson: at most.")
     ] = None,
@@ -401,7 +409,9 @@ def bench(
     options: dict[str, Any] = {}
     of_trtllm: dict[str, Any] = {"--dry-run": dry_run or None, "--tensorrt-llm-version": tensorrt_llm_version}
     of_trtllm |= {"--flow": flow, "--method": method, "--nodes": nodes}
-    given = {"--prompts": prompts, "--max-draft-len": max_draft_len, "--methods": methods}
+    of_workload = {"--temperature": temperature, "--max-tokens": max_tokens, "--rules": rules}
+    of_workload |= {"--price-per-hour": price_per_hour}
+    given = {"--prompts": prompts, "--max-draft-len": max_draft_len, "--methods": methods, **of_workload}
     of_load = {
         "--concurrency": concurrency, "--arrival": arrival, "--rate": rate, "--target": target, "--drafter": drafter,
         "--acceptance-length": acceptance_length, "--input-len": input_len, "--output-len": output_len,
@@ -415,7 +425,7 @@ def bench(
         return
     _refuse_given(of_trtllm, "without --profile tensorrt_llm and --experiment")
     if experiment == "load":
-        _refuse_given({"--prompts": prompts, "--repeats": repeats}, "with --experiment load")
+        _refuse_given({"--prompts": prompts, "--repeats": repeats, **of_workload}, "with --experiment load")
         asked = {name.removeprefix("--").replace("-", "_"): value for name, value in of_load.items()}
         _bench_load(chosen, asked | {"methods": methods, "max_draft_len": max_draft_len}, json_file, budget_s)
         return
@@ -431,6 +441,10 @@ def bench(
     if methods is not None:
         options["methods"] = [name.strip() for name in methods.split(",")]
     check_json_file(json_file)
+    if max_tokens is not None:
+        chosen = replace(chosen, max_tokens=_at_least_one("--max-tokens", max_tokens))
+    workload = {"temperature": temperature, "rules": rules, "price_per_hour": price_per_hour}
+    options |= {name: value for name, value in workload.items() if value is not None}
     if prompts is not None:
         from .bench.prompts import load_prompts
 

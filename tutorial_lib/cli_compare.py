@@ -50,7 +50,7 @@ def compare(
 ) -> None:
     """Several engines over the same prompts, in turns. Exit code 1 unless at least two of them ran."""
     from . import cli
-    from .bench import methods, peers
+    from .bench import energy, methods, peers
     from .drafter_options import DrafterOptions
 
     names = [name.strip() for name in backends.split(",") if name.strip()]
@@ -76,11 +76,13 @@ def compare(
         more = {"prompts": load_prompts(prompts), "prompt_set": prompts.stem}
     document = peers.compare_backends(
         names, asked, repeats=cli._at_least_one("--repeats", repeats), command=cli._command(),
-        say=lambda line: cli._say(line), **more,
+        say=lambda line: cli._say(line), price_per_hour=price_per_hour, **more,
     )  # fmt: skip
     from .show.tables import Table
 
     print(cli.printable(repr(Table(peers.describe(document["summary"])))), file=out)
+    for line in energy.describe(_by_name(document["runs"])):
+        cli._say(line, out)
     if document["summary"]["is_simulated"]:
         print("simulated: acceptance was forced or weights are random; texts mean nothing", file=out)
     if json_file == "-":
@@ -88,6 +90,10 @@ def compare(
     elif json_file is not None:
         methods.write(document, json_file)
     raise typer.Exit(0 if len(document["summary"]["ran"]) > 1 else 1)
+
+
+def _by_name(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {f"{run['backend']} {run['method']}": run for run in runs}
 
 
 def _dry_run(names: list[str], asked: Any, nodes: int | None, json_file: str | None) -> None:

@@ -17,9 +17,9 @@ CLOCK_STAMPS = 3  # kernels of that name in every round of the GPU engine, see `
 
 
 class Nvml:
-    """The driver's management library, for the GPU that torch calls 0."""
+    """The driver's management library, for the GPU that torch calls `index`."""
 
-    def __init__(self) -> None:
+    def __init__(self, index: int = 0) -> None:
         self.problem: str | None = None
         self._library: Any = None
         try:
@@ -31,7 +31,7 @@ class Nvml:
 
         try:
             pynvml.nvmlInit()
-            self._gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
+            self._gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
         except (pynvml.NVMLError, AttributeError, RuntimeError) as error:
             self.problem = f"NVML: {error}"
             return

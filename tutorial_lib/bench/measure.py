@@ -16,14 +16,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from ..config import DraftTargetDecodingConfig, NGramDecodingConfig, Profile, SamplingParams
 from ..config import profile as profile_named
 from ..errors import OptionError, PromptError
 from ..results import Generation, provenance, without_folders
-from . import metrics
+from . import energy, metrics, spec_bench
 from .cost_model import Components, predict_speedup
 from .prompts import Prompt, load_prompts, prompt_set_sha256, render, select
 from .summary import PLAIN, TRANSFORMERS, describe, summarize
@@ -64,11 +64,13 @@ class Request:
 
 @dataclass
 class Session:
-    """What `compare` ran: records by name, generations by name, repeat and request (`Request.key`)."""
+    """What `compare` ran: records by name, generations by name, repeat and request (`Request.key`), and likewise the
+    wall seconds of the call that a request was in."""
 
     records: dict[str, dict[str, Any]]
     generations: dict[str, list[dict[str, Generation]]]
     requests: list[Request]
+    walls: dict[str, list[dict[str, float]]] = field(default_factory=dict)
 
 
 def measure(
@@ -112,6 +114,9 @@ def compare(
     prompt_set: str = "bundled",
     command: str = "",
     after_repeat: Callable[[Sequence[Request], Answers], None] = lambda requests, answers: None,
+    first_answers: int = 0,
+    price_per_hour: float | None = None,
+    meter_for: Callable[[Mapping[str, Any]], energy.Meter] = energy.meter_for,
     say: Say = lambda line: None,
     clock: Clock = time.perf_counter,
 ) -> Session:
@@ -120,9 +125,11 @@ def compare(
     methods: the method of a name where it is not the name itself. only_categories: names that answer only the
     prompts of some categories. Later turns of a prompt hold the answer that the first `LLM` gave before timing, so
     every method and repeat decodes after the same tokens. after_repeat is called between repeats, untimed, with the
-    requests and what each `LLM` answered in the repeat before.
+    requests and what each `LLM` answered in the repeat before. first_answers: how often the first prompt is answered
+    in full before the clock starts, beside the warm-up. price_per_hour: of the machine, for a price per token.
     """
     _check_counts(prompts, repeats, batch_size)
+    energy.check_price(price_per_hour)
     methods = {name: (methods or {}).get(name, name) for name in llms}
     requests = expand(prompts, next(iter(llms.values())), params)
     batches = {name: _batched([r for r in requests if _takes(r, name, only_categories)], batch_size) for name in llms}
@@ -130,15 +137,18 @@ def compare(
     for name, llm in llms.items():
         say(f"warming up {name}")
         warmup_s[name] = warm_up(llm, [r for batch in batches[name] for r in batch], params, batch_size, clock)
+        for request in [r for r in requests if r.question_id == requests[0].question_id] * first_answers:
+            llm.generate(list(request.prompt_ids), params)
     timed: dict[str, list[_Repeat]] = {name: [] for name in llms}
+    metered = {name: energy.Metered(meter_for(llm.info)) for name, llm in llms.items()}
     for repeat in range(repeats):
         say(f"repeat {repeat + 1} of {repeats}")
-        for name, result in _one_repeat(llms, batches, params, repeat, clock).items():
+        for name, result in _one_repeat(llms, batches, params, repeat, metered, clock).items():
             timed[name].append(result)
         after_repeat(requests, {name: runs[-1].generations for name, runs in timed.items()})
     shared = {
         "experiment": experiment, "profile": profile, "batch_size": batch_size, "params": params,
-        "prompt_set": prompt_set, "provenance": provenance(command, params.seed),
+        "prompt_set": prompt_set, "provenance": provenance(command, params.seed), "price_per_hour": price_per_hour,
     }  # fmt: skip
     records = {}
     for name, llm in llms.items():
@@ -146,7 +156,9 @@ def compare(
         mine = [p for p in prompts if p.question_id in answered]
         own = [r for batch in batches[name] for r in batch]
         records[name] = _record(llm, methods[name], mine, own, timed[name], warmup_s[name], shared)
-    return Session(records, {name: [t.generations for t in runs] for name, runs in timed.items()}, requests)
+        records[name]["energy"] = metered[name].record()
+    generations = {name: [t.generations for t in runs] for name, runs in timed.items()}
+    return Session(records, generations, requests, {name: [t.walls for t in runs] for name, runs in timed.items()})
 
 
 # --- before the clock ---------------------------------------------------------------------------------------------
@@ -212,10 +224,12 @@ def _batched(requests: Sequence[Request], batch_size: int) -> list[Sequence[Requ
 
 @dataclass
 class _Repeat:
-    """One pass over the requests: generations by request key in order, and the wall time around the calls."""
+    """One pass over the requests: generations by request key in order, and the wall time around the calls, in all and
+    by request."""
 
     generations: dict[str, Generation]
     wall_s: float = 0.0
+    walls: dict[str, float] = field(default_factory=dict)
 
 
 def _one_repeat(
@@ -223,6 +237,7 @@ def _one_repeat(
     batches: Mapping[str, list[Sequence[Request]]],
     params: SamplingParams,
     repeat: int,
+    metered: Mapping[str, energy.Metered],
     clock: Clock,
 ) -> dict[str, _Repeat]:
     """Every batch by every method before the next batch begins, as far as the method takes it."""
@@ -235,12 +250,18 @@ def _one_repeat(
     )
     done = {name: _Repeat({}) for name in names}
     for _, _, name, batch in schedule:
-        llm = llms[name]
+        llm, meter = llms[name], metered[name].meter
         _sync(llm)
+        before = meter.joules()
         start = clock()
         generations = llm.generate([list(r.prompt_ids) for r in batch], params)
         _sync(llm)
-        done[name].wall_s += clock() - start
+        wall_s = clock() - start
+        after = meter.joules()
+        joules = None if before is None or after is None else after - before
+        metered[name].calls.append((joules, wall_s, sum(len(g.token_ids) for g in generations)))
+        done[name].wall_s += wall_s
+        done[name].walls |= {r.key: wall_s for r in batch}
         done[name].generations |= {r.key: _without_false_text(g) for r, g in zip(batch, generations, strict=True)}
     return done
 
@@ -308,7 +329,8 @@ def _record(
         "warmup_s": warmup_s,
         "tokens_sha256": None if is_simulated else _tokens_sha256(timed[0].generations),
         "is_simulated": is_simulated,
-        "definitions": metrics.DEFINITIONS,
+        "price": energy.price_record(shared["price_per_hour"], figures["output_tok_s"]),
+        "definitions": metrics.DEFINITIONS | energy.DEFINITIONS,
         "notes": _notes(per_repeat, figures, warm),
         "provenance": shared["provenance"],
     }
@@ -384,15 +406,20 @@ def bench(
     prompts: Sequence[Prompt] | None = None,
     repeats: int | None = None,
     methods: Sequence[str] = (PLAIN, "draft_target", "ngram"),
+    temperature: float = 0.0,
+    rules: str | None = None,
+    price_per_hour: float | None = None,
     prompt_set: str = "bundled",
     command: str = "",
     say: Say = print,
     make_llm: Callable[[str, Profile], Measurable] | None = None,
     clock: Clock = time.perf_counter,
 ) -> dict[str, Any]:
-    """Plain decoding, every method and (beside our own engine) plain `transformers` in one interleaved greedy session.
+    """Plain decoding, every method and (beside our own engine) plain `transformers` in one interleaved session.
 
-    prompts: all of these; without, the profile's number per category of the bundled ones. Returns {"runs": records,
+    prompts: all of these; without, the profile's number per category of the bundled ones. temperature: above 0 texts
+    are sampled and not compared. rules "spec-bench": scored as that benchmark does as well (`spec_bench`), three runs,
+    without `transformers`. Returns {"runs": records,
     "summary": {...}}; `summary["speedup"]` is that of the first speculative method over the best plain run of the same
     engine, and `predicted_speedup` what the cost model makes of step times measured between the repeats. make_llm
     stands in for `LLM` in tests. A figure that a backend cannot give (its steps cannot be timed apart) is None, and a
@@ -406,8 +433,10 @@ def bench(
         raise OptionError(f"methods are {', '.join(methods) or 'none'}", "plain and at least one other, each once")
     prompts = select(load_prompts(), profile.prompts_per_category) if prompts is None else list(prompts)
     categories = list(dict.fromkeys(p.category for p in prompts))
-    rival = {TRANSFORMERS: categories[::RIVAL_STRIDE]} if profile.backend == "torch" else {}
-    params = SamplingParams(max_tokens=profile.max_tokens)
+    check_rules(rules)
+    energy.check_price(price_per_hour)
+    rival = {TRANSFORMERS: categories[::RIVAL_STRIDE]} if profile.backend == "torch" and rules is None else {}
+    params = sampling(profile.max_tokens, temperature)
     with ExitStack() as stack:
         llms: dict[str, Measurable] = {}
         for name in (PLAIN, *speculative, *rival):
@@ -417,17 +446,57 @@ def bench(
         calibration = Calibration(llms[PLAIN], {name: llms[name] for name in speculative}, params)
         session = compare(
             llms, prompts, params, methods={TRANSFORMERS: PLAIN}, only_categories=rival,
-            repeats=profile.repeats if repeats is None else repeats, experiment="bench", profile=profile.name,
+            repeats=repeats_of(profile, repeats, rules), experiment="bench", profile=profile.name,
             prompt_set=prompt_set, command=command, after_repeat=calibration.run, say=say, clock=clock,
+            price_per_hour=price_per_hour, **options_of_rules(rules),
         )  # fmt: skip
     predictions = {name: calibration.predict(name, session.records) for name in speculative}
     summary = summarize(session.records, session.generations, speculative, predictions)
     summary["calibration"] = calibration.medians()
     if calibration.refusal:
         summary["notes"].append(f"no prediction: {calibration.refusal}")
-    for line in describe(summary):
+    summary |= scores_of(session, speculative, rules)
+    for line in (*describe(summary), *describe_scores(summary), *energy.describe(session.records)):
         say(line)
     return {"runs": list(session.records.values()), "summary": summary}
+
+
+# ---- by whose rules --------------------------------------------------------------------------------------------------
+
+
+def sampling(max_tokens: int, temperature: float) -> SamplingParams:
+    """Greedy, or sampled with a seed, so that repeats draw the same and a warm one can be told."""
+    if not temperature:
+        return SamplingParams(max_tokens=max_tokens, temperature=temperature or None)
+    return SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=0)
+
+
+def check_rules(rules: str | None) -> None:
+    if rules not in (None, spec_bench.NAME):
+        raise OptionError(f"rules are {rules!r}", spec_bench.NAME, "or leave them out")
+
+
+def repeats_of(profile: Profile, repeats: int | None, rules: str | None) -> int:
+    if repeats is not None:
+        return repeats
+    return profile.repeats if rules is None else spec_bench.RUNS
+
+
+def options_of_rules(rules: str | None) -> dict[str, Any]:
+    """Further options of `compare`."""
+    return {} if rules is None else {"first_answers": spec_bench.WARM_UPS}
+
+
+def scores_of(session: Session, methods: Sequence[str], rules: str | None) -> dict[str, Any]:
+    """What the rules say of a session, for its summary; nothing without rules."""
+    if rules is None:
+        return {}
+    categories = {request.key: request.category for request in session.requests}
+    return {"spec_bench": spec_bench.score(categories, session.walls, session.generations, PLAIN, methods)}
+
+
+def describe_scores(summary: Mapping[str, Any]) -> list[str]:
+    return spec_bench.describe(summary["spec_bench"]) if "spec_bench" in summary else []
 
 
 def _make_llm(name: str, profile: Profile) -> Measurable:

@@ -29,9 +29,23 @@ from ..config import (
 from ..config import profile as profile_named
 from ..errors import OptionError, WorkbookError
 from ..results import Generation, without_folders, write_records
-from .measure import Calibration, Clock, Measurable, Say, Session, compare
+from . import energy
+from .measure import (
+    Calibration,
+    Clock,
+    Measurable,
+    Say,
+    Session,
+    check_rules,
+    compare,
+    describe_scores,
+    options_of_rules,
+    repeats_of,
+    sampling,
+    scores_of,
+)
 from .prompts import Prompt, load_prompts, render, select
-from .summary import PLAIN, describe, first_differences, paired_speedups, summarize
+from .summary import PLAIN, describe, first_differences, is_sampled, paired_speedups, summarize
 
 EXPERIMENT = "methods"
 DRAFT_LEN = 5  # K of every method that drafts a chain, and the depth of the EAGLE-3 tree
@@ -93,36 +107,43 @@ def bench_methods(
     max_draft_len: int = DRAFT_LEN,
     prompts: Sequence[Prompt] | None = None,
     repeats: int | None = None,
+    temperature: float = 0.0,
+    rules: str | None = None,
+    price_per_hour: float | None = None,
     prompt_set: str = "bundled",
     command: str = "",
     say: Say = print,
     make_llm: MakeLLM | None = None,
     clock: Clock = time.perf_counter,
 ) -> dict[str, Any]:
-    """Plain decoding and every method in turns, greedy, on the profile's target, number format and device.
+    """Plain decoding and every method in turns, on the profile's target, number format and device.
 
     methods: names from `METHODS`, default all; plain always runs. prompts: all of these; without, the profile's number
-    per category of the bundled ones. Returns {"experiment", "profile", "runs", "summary"}: the summary is that of
-    `measure.bench`, with an entry for every method in "methods", and for every one left out its reason in "left_out".
-    Raises `WorkbookError`s.
+    per category of the bundled ones. temperature, rules, price_per_hour: as in `measure.bench`. Returns {"experiment",
+    "profile", "runs", "summary"}: the summary is that of `measure.bench`, with an entry for every method in
+    "methods", and for every one left out its reason in "left_out". Raises `WorkbookError`s.
     """
     profile = profile_named(profile) if isinstance(profile, str) else profile
     chosen = _chosen(profile, methods)
     prompts = select(load_prompts(), profile.prompts_per_category) if prompts is None else list(prompts)
-    params = SamplingParams(max_tokens=profile.max_tokens)
+    check_rules(rules)
+    energy.check_price(price_per_hour)
+    params = sampling(profile.max_tokens, temperature)
     configs = {name: METHODS[name].make(max_draft_len, profile.drafter) for name in chosen}
     with ExitStack() as stack:
         llms, left_out = _open(profile, configs, prompts[0], make_llm or _make_llm, stack, say)
         calibration = Calibration(llms[PLAIN], {n: llm for n, llm in llms.items() if n != PLAIN}, params)
         session = compare(
-            llms, prompts, params, repeats=profile.repeats if repeats is None else repeats, experiment=EXPERIMENT,
+            llms, prompts, params, repeats=repeats_of(profile, repeats, rules), experiment=EXPERIMENT,
             profile=profile.name, prompt_set=prompt_set, command=command, after_repeat=calibration.run, say=say,
-            clock=clock,
+            clock=clock, price_per_hour=price_per_hour, **options_of_rules(rules),
         )  # fmt: skip
     for name, record in session.records.items():
         record["options"] = options_of(configs.get(name))
     summary = _summary(session, calibration)
-    for line in (*describe(summary), *describe_methods(summary)):
+    summary |= scores_of(session, [entry["name"] for entry in summary["methods"]], rules)
+    own = (*describe_methods(summary), *describe_scores(summary), *energy.describe(session.records))
+    for line in (*describe(summary), *own):
         say(line)
     summary |= {"left_out": left_out}
     summary["notes"] += [f"{entry['name']} left out: {entry['why']}" for entry in left_out]  # said when it happened
@@ -261,7 +282,7 @@ def _entry(name: str, session: Session, predicted: Mapping[str, Any]) -> dict[st
     """What the table of methods holds of one: figures of its record, and its speed-up over the plain run."""
     plain, record = session.records[PLAIN], session.records[name]
     figures, differences = record["figures"], None
-    if not record["is_simulated"]:
+    if not record["is_simulated"] and not is_sampled(record):
         differences = len(first_differences(session.generations[PLAIN], session.generations[name]))
     speedup = figures["output_tok_s"] / plain["figures"]["output_tok_s"]
     same = ("acceptance_length", "acceptance_rate", "acceptance_by_position", "mean_draft_len", "output_tok_s")

@@ -30,14 +30,14 @@ def summarize(
     """What a bench is asked for, of the first speculative method; of the others in `by_method`.
 
     records: by name, "plain" and perhaps "transformers" among them. generations: by name, repeat and request.
-    predictions: `predict_speedup` of every speculative method. Text of simulated runs is compared with nothing; if
-    there is no other, `identical_text` is None.
+    predictions: `predict_speedup` of every speculative method. Text of simulated and of sampled runs is compared with
+    nothing; if there is no other, `identical_text` is None and `text_not_compared` says why.
     """
     plain, chosen = records[PLAIN], records[speculative[0]]
     plain_tok_s = plain["figures"]["output_tok_s"]
     predicted = predictions[speculative[0]]
     speedup = chosen["figures"]["output_tok_s"] / plain_tok_s
-    real = [name for name in speculative if not records[name]["is_simulated"]]
+    real = [name for name in speculative if not records[name]["is_simulated"] and not is_sampled(records[name])]
     differences = [
         {"method": name, **difference}
         for name in real
@@ -61,6 +61,7 @@ def summarize(
         "speedup_of_repeats": paired_speedups(plain, chosen),
         "acceptance_length": chosen["figures"]["acceptance_length"],
         "identical_text": not differences if real else None,
+        "text_not_compared": None if real else "texts are sampled" if is_sampled(plain) else "acceptance was forced",
         "differences": differences,
         "predicted_speedup": predicted["speedup"],
         "prediction_error": predicted["speedup"] / speedup - 1 if predicted["speedup"] is not None else None,
@@ -79,6 +80,11 @@ def summarize(
         **_against_rival(records, generations),
         "notes": [f"{name}: {note}" for name, record in records.items() for note in record["notes"]],
     }
+
+
+def is_sampled(record: Record) -> bool:
+    """Whether every engine draws tokens of its own, so that texts may differ and all be right."""
+    return bool(record["sampling"].get("temperature"))
 
 
 def paired_speedups(plain: Record, chosen: Record) -> list[float]:
@@ -125,7 +131,8 @@ def _against_rival(
     shared = set(rival["by_category"])
     ours, theirs = _tok_s_over(records[PLAIN], shared), rival["figures"]["output_tok_s"]
     same_requests = [{key: repeat[key] for key in rivals[0]} for repeat in generations[PLAIN]]
-    values = (theirs, sorted(shared), ours, ours / theirs, not first_differences(same_requests, rivals))
+    is_same = None if is_sampled(rival) else not first_differences(same_requests, rivals)
+    values = (theirs, sorted(shared), ours, ours / theirs, is_same)
     return dict(zip(RIVAL_KEYS, values, strict=True))
 
 
@@ -169,7 +176,7 @@ def describe(summary: Mapping[str, Any]) -> list[str]:
             f"{summary['plain_tok_s_same_prompts']:.1f} ({summary['plain_vs_transformers']:.2f}x)"
         )
     if summary["identical_text"] is None:
-        lines.append("text: not compared, acceptance was forced")
+        lines.append(f"text: not compared, {summary['text_not_compared']}")
     elif summary["identical_text"]:
         lines.append("text: identical in every prompt and repeat")
     else:
