@@ -290,7 +290,7 @@ def test_sampling_options_that_nothing_honours_do_not_exist(option):
         ({"backend": "onnx"}, OptionError, ["onnx", "torch"]),
         ({"dtype": "fp4"}, OptionError, ["fp4", "int8"]),
         ({"device": "tpu"}, OptionError, ["tpu"]),
-        ({"tensor_parallel_size": 2}, OptionError, ["tensor_parallel_size", "2"]),
+        ({"tensor_parallel_size": 3}, OptionError, ["tensor_parallel_size is 3", "1, 2"]),
         ({"max_seq_len": 4096}, OptionError, ["max_seq_len", "4096", "2048"]),
         ({"max_batch_size": 0}, OptionError, ["max_batch_size", "0"]),
         ({"kv_cache_config": KvCacheConfig(free_gpu_memory_fraction=0.5)}, OptionError, ["free_gpu_memory_fraction"]),

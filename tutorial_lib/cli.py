@@ -234,6 +234,9 @@ def generate(
     backend: Annotated[str, typer.Option(help="torch, transformers, tensorrt_llm or vllm.")] = "torch",
     dtype: Dtype = "auto",
     device: Device = "auto",
+    tensor_parallel_size: Annotated[
+        int, typer.Option(metavar="N", help="Processes (CPU) or GPUs that share the target, each with a slice of it.")
+    ] = 1,
     metrics_port: Annotated[
         int | None, typer.Option(metavar="P", help="Meanwhile answer Prometheus on this port of 127.0.0.1; 0: any.")
     ] = None,
@@ -258,7 +261,7 @@ def generate(
     options: dict[str, Any] = {"backend": backend, "speculative_config": speculative, "dtype": dtype, "device": device}
     if metrics_port is not None:
         options["metrics_port"] = metrics_port
-    with LLM(target, **options, say=_say) as llm:
+    with LLM(target, **options, tensor_parallel_size=tensor_parallel_size, say=_say) as llm:
         if metrics_port is not None:
             _say(f"metrics: {llm.metrics_url}")
         inputs = prompt if raw else _with_chat_template(prompt, llm.tokenizer)

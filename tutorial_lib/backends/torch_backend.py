@@ -23,6 +23,7 @@ from ..drafters.draft_model import DraftModelDrafter
 from ..engine.build import build_engine, choose_device, load_model, machine_arch
 from ..engine.engine import Engine, RequestStream
 from ..engine.model import ModelConfig
+from ..engine.parallel import ParallelModel, Ranks, check_split, load_rank
 from ..engine_dir import EngineInfo, is_engine_dir, open_engine, require
 from ..errors import OptionError
 from ..models import Checkpoint, check_pair, load_tokenizer, resolve
@@ -35,6 +36,7 @@ from .torch_drafters import (
     refuse_unsupported,
     resolve_head,
 )
+from .torch_parallel import ParallelEngine, RankStream
 
 DEFAULT_MAX_DRAFT_LEN = 16
 
@@ -72,16 +74,17 @@ class TorchBackend:
         }
         self._build["device"] = self.device
         target = self._open(model)
+        check_split(ModelConfig.from_hf(target.model_config), tensor_parallel_size)
         if speculative_config is not None:
             require(target, max_draft_len=speculative_config.max_draft_len)
         drafter = None
         if isinstance(speculative_config, DraftTargetDecodingConfig):
             drafter = self._open_drafter(speculative_config.speculative_model_dir, target)
-            check_pair(_as_checkpoint(target), _as_checkpoint(drafter))
+            check_pair(as_checkpoint(target), as_checkpoint(drafter))
         head = resolve_head(speculative_config, say)
         start = time.perf_counter()
-        self.tokenizer = load_tokenizer(_as_checkpoint(target))
-        self.engine: Engine | None = None
+        self.tokenizer = load_tokenizer(as_checkpoint(target))
+        self.engine: Engine | ParallelEngine | None = None
         if self.device == "cuda":
             self.engine = _assemble_gpu(
                 target,
@@ -93,8 +96,12 @@ class TorchBackend:
                 simulated_acceptance,
                 kernels_off,
             )
+        elif tensor_parallel_size > 1:
+            self.engine = ParallelEngine(
+                target, drafter, speculative_config, kv_cache_config, tensor_parallel_size, say
+            )
         else:
-            self.engine = _assemble(target, drafter, head, speculative_config, self.tokenizer, kv_cache_config)
+            self.engine = assemble(target, drafter, head, speculative_config, self.tokenizer, kv_cache_config)
         self.is_shared = self.device == "cpu"  # calls run in one batch; the GPU's loop serves them one after another
         self.info: dict[str, Any] = {
             "backend": "torch",
@@ -105,6 +112,7 @@ class TorchBackend:
             "device": self.device,
             "is_simulated": simulated_acceptance is not None,
             "arch": target.arch,
+            "tensor_parallel_size": tensor_parallel_size,
             "threads": torch.get_num_threads(),
             "max_draft_len": self._draft_len,
             "limits": dict(target.manifest["limits"]),
@@ -120,9 +128,14 @@ class TorchBackend:
 
     def stream(self, prompt: Sequence[int], params: SamplingParams) -> Iterator[Generation | None]:
         """The generation so far, whenever it has grown. On a CPU None for a turn that brought this request nothing."""
-        return self.open([prompt], [params])[0] if self.is_shared else self._running().stream(prompt, params)
+        engine = self._running()
+        if self.is_shared or isinstance(engine, ParallelEngine):
+            return engine.open([prompt], [params])[0]
+        return engine.stream(prompt, params)
 
-    def open(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[RequestStream]:
+    def open(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+    ) -> list[RequestStream] | list[RankStream]:
         """Put prompts in line of the running engine, see `Engine.open`."""
         return self._running().open(prompts, params)
 
@@ -142,12 +155,14 @@ class TorchBackend:
         return engine.time_rounds(batch, max_draft_len, context)
 
     def close(self) -> None:
+        if isinstance(self.engine, ParallelEngine):
+            self.engine.close()
         self.engine = None
         gc.collect()
         if self.device == "cuda":
             torch.cuda.empty_cache()
 
-    def _running(self) -> Engine:
+    def _running(self) -> Engine | ParallelEngine:
         if self.engine is None:
             raise OptionError("this LLM was closed", "an open one", "make a new LLM")
         return self.engine
@@ -208,24 +223,33 @@ def _refuse_unsupported(
             "its default",
             "leave it out",
         )
-    if tensor_parallel_size != 1:
-        raise OptionError(f"tensor_parallel_size is {tensor_parallel_size}", "1", "leave it out")
+    if isinstance(tensor_parallel_size, bool) or not isinstance(tensor_parallel_size, int) or tensor_parallel_size < 1:
+        raise OptionError(f"tensor_parallel_size is {tensor_parallel_size!r}", "a whole number >= 1", "correct it")
+    if tensor_parallel_size > 1 and device == "cuda":
+        raise OptionError(
+            f"tensor_parallel_size is {tensor_parallel_size} for the torch backend on a GPU",
+            "1: its rounds run on one GPU, and it divides a model among processes on a CPU only",
+            "leave it out, use device='cpu', or backend='tensorrt_llm'",
+        )
 
 
-def _as_checkpoint(info: EngineInfo) -> Checkpoint:
+def as_checkpoint(info: EngineInfo) -> Checkpoint:
     """An engine directory carries its tokenizer and config, so it can stand for its checkpoint."""
     return Checkpoint(name=info.checkpoint, folder=info.path, config=info.model_config)
 
 
-def _assemble(
+def assemble(
     target: EngineInfo,
     drafter: EngineInfo | None,
     head: Checkpoint | None,
     config: DecodingBaseConfig | None,
     tokenizer: Any,
     kv: KvCacheConfig | None,
+    *,
+    ranks: Ranks | None = None,
 ) -> Engine:
-    model, _ = load_model(target)
+    """An engine on a CPU; with `ranks`, this rank's part of one: a slice of the target and all of the drafter."""
+    model = load_model(target)[0] if ranks is None else load_rank(target, ranks)
     proposer: Drafter | None
     if drafter is not None and isinstance(config, DraftTargetDecodingConfig):
         draft_model, head_ids = load_model(drafter)
@@ -237,7 +261,7 @@ def _assemble(
     if config and schedule:  # lookahead's window reaches deeper than K; a full K is all of it
         schedule = {size: depth if k == config.max_draft_len else k for size, k in schedule.items()}
     return Engine(
-        model,
+        model.deciding() if isinstance(model, ParallelModel) else model,
         tokenizer,
         target.eos_token_ids,
         drafter=proposer,

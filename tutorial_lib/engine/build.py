@@ -13,7 +13,7 @@ import platform
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -32,6 +32,7 @@ RING_ROOM = 128  # new rows that the ring of a windowed model has room for: a pi
 WEIGHTS = "model.safetensors"
 
 Say = Callable[[str], None]
+ModelT = TypeVar("ModelT", bound=Model)
 
 
 def choose_device(device: str) -> str:
@@ -230,19 +231,23 @@ def load_model(info: EngineInfo) -> tuple[Model, torch.Tensor | None]:
     """The packed model of an engine directory, and the ids of its output rows where it drafts over a shortlist."""
     config = ModelConfig.from_hf(info.model_config)
     packed = load_file(info.path / WEIGHTS)
+    return make_model(info, config, packed, Model), packed.get("head_ids")
+
+
+def make_model(
+    info: EngineInfo, config: ModelConfig, packed: Mapping[str, torch.Tensor], make: Callable[..., ModelT]
+) -> ModelT:
+    """`make` (`Model`, or what takes its arguments) with the products and limits of an engine directory."""
     names = [f"{i}.{kind}" for i in range(config.num_layers) for kind in LINEARS] + ["head"]
-    linears = {name: _linear(name, packed, info) for name in names}
-    vectors = {name: t for name, t in packed.items() if name == "norm" or name.endswith("_norm")}
-    model = Model(
+    return make(
         config,
-        linears,
-        vectors,
+        {name: _linear(name, packed, info) for name in names},
+        {name: t for name, t in packed.items() if name == "norm" or name.endswith("_norm")},
         packed["embed"],
         max_slots=info.max_batch_size,
         max_seq_len=info.max_seq_len,
         ring_room=max(RING_ROOM, info.max_draft_len + 1),
     )
-    return model, packed.get("head_ids")
 
 
 def _linear(name: str, packed: Mapping[str, torch.Tensor], info: EngineInfo) -> Callable[[torch.Tensor], torch.Tensor]:
