@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 from test_measure import Clock, FakeLLM
 
+from tutorial_lib import cli
 from tutorial_lib.bench import tune as tuner
 from tutorial_lib.bench.prompts import Prompt
 from tutorial_lib.bench.redraft import redraft, unknown_rate
@@ -262,3 +263,75 @@ def test_a_file_that_holds_no_settings_is_refused(tmp_path, text):
         read_settings(file, "mine", CONFIG)
     with pytest.raises(OptionError, match="cannot be read"):
         read_settings(tmp_path / "none.json", "mine", CONFIG)
+
+
+def run(*argv: str) -> int:
+    return cli._run(list(argv))
+
+
+def test_the_command_writes_what_generate_takes(tmp_path, monkeypatch, capsys):
+    """On fakes the tuner chooses; the file then steers a real, tiny target, and no other one."""
+    made, clock = [], Clock()
+    make = makers(clock, made, ngram={"chance": 0.9, "hard_chance": 0.9, "step_s": 0.0})
+    monkeypatch.setattr(tuner, "_maker", lambda profile: make)
+    file, out, document = tmp_path / "prompts.jsonl", tmp_path / "best.json", tmp_path / "tune.json"
+    file.write_text(
+        "".join(
+            json.dumps({"question_id": p.question_id, "category": p.category, "turns": p.turns}) + "\n" for p in PROMPTS
+        )
+    )
+    target = "dummy:tiny-llama"
+    options = ("--prompts", str(file), "--max-tokens", "60", "--max-draft-len", "4", "--repeats", "1")
+    assert (
+        run("tune", "--target", target, "--drafters", "ngram", *options, "--out", str(out), "--json", str(document))
+        == 0
+    )
+    said = capsys.readouterr().out
+    assert "choice: ngram K=4" in said and f"settings: {out}" in said
+    written = json.loads(out.read_text())
+    assert written["options"] == {"drafter": "ngram", "max_draft_len": 4} and written["target"] == target
+    assert json.loads(document.read_text())["choice"]["label"] == written["label"] == "ngram K=4"
+    answer = tmp_path / "answer.json"
+    asked = ("generate", "--prompt", "abcabcabc", "--max-tokens", "8", "--device", "cpu")
+    assert run(*asked, "--target", target, "--settings", str(out), "--json", str(answer)) == 0
+    assert json.loads(answer.read_text())["engine"]["max_draft_len"] == 4
+    capsys.readouterr()
+    for argv, words in (
+        ((*asked, "--target", "dummy:tiny-qwen2", "--settings", str(out)), "tuned for target dummy:tiny-llama"),
+        ((*asked, "--target", target, "--settings", str(out), "--max-draft-len", "2"), "leave one out"),
+        (("bench", "--settings", str(out)), "needed: one for embedded:target"),
+        (("bench", "--settings", str(out), "--methods", "plain,ngram"), "--methods has no effect with --settings"),
+        (("bench", "--settings", str(out), "--experiment", "methods"), "--settings has no effect with --experiment"),
+    ):
+        assert run(*argv) == 2
+        error = capsys.readouterr().err
+        assert words in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("--drafters", "ngram,ngram"), "each once"),
+        (("--drafters", "draft", "--target", "dummy:tiny-llama"), "no draft model is known"),
+        (("--out", "/nowhere/best.json"), "--out /nowhere/best.json: there is no folder"),
+        (("--out", "-"), "use --json - for stdout"),
+        (("--budget-s", "0"), "seconds above 0"),
+        (("--max-tokens", "0"), "--max-tokens is 0"),
+    ],
+)
+def test_mistakes_on_the_command_line_are_one_line(argv, words, capsys):
+    assert run("tune", *argv) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+
+
+def test_bench_takes_a_setting(monkeypatch):
+    opened = []
+    monkeypatch.setattr(tuner, "_maker", lambda profile: lambda name, config: opened.append((name, config)) or name)
+    monkeypatch.setattr(tuner, "_make_llm", lambda name, profile: f"own {name}")
+    found = tuner.bench_options(DrafterOptions("suffix", 3), PROFILE)
+    assert found["methods"] == ("plain", "suffix")
+    assert found["make_llm"]("suffix", PROFILE) == "suffix" and found["make_llm"]("plain", PROFILE) == "own plain"
+    assert opened[0][1].max_draft_len == 3
+    with pytest.raises(OptionError, match="plain decoding is fastest"):
+        tuner.bench_options(DrafterOptions(), PROFILE)

@@ -24,6 +24,7 @@ from .errors import OptionError, PromptError, WorkbookError
 
 if TYPE_CHECKING:
     from .config import Profile
+    from .drafter_options import DrafterOptions
     from .results import Generation
 
 app = typer.Typer(
@@ -227,6 +228,9 @@ def generate(
             metavar="TREE", help="medusa, eagle3: ranks, 0/1/0.0 for [[0], [1], [0, 0]]. eagle3: dynamic:TOPK,TOTAL."
         ),
     ] = None,
+    settings: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A drafter with its options, as workbook tune --out wrote it.")
+    ] = None,
     temperature: Annotated[float | None, typer.Option(help="0 or left out: greedy.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this probability.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Keep this many of the likeliest tokens.")] = None,
@@ -250,6 +254,8 @@ def generate(
     _check_prompt(prompt)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     asked = DrafterOptions(drafter, max_draft_len, confidence_threshold, ngram_size, lookahead, skip_layers, tree)
+    if settings is not None:
+        asked = _tuned(settings, target, asked)
     speculative = decoding_config(asked)
     if speculative is None and max_draft_len is not None:
         _say("note: --max-draft-len has no effect without --drafter: this is plain decoding")
@@ -271,6 +277,18 @@ def generate(
         print(summary_line(generation, figures), file=out)
         if json_file is not None:
             write_json(json_file, _generation_document(prompt, generation, figures, llm.info, seed))
+
+
+def _tuned(settings: Path, target: str, given: DrafterOptions | None = None) -> DrafterOptions:
+    """The options in a settings file; nothing of them may be given beside it."""
+    from .bench.settings import read_settings
+    from .drafter_options import DrafterOptions
+
+    if given not in (None, DrafterOptions()):
+        raise OptionError("--settings and an option of the drafter are both given", "one of them", "leave one out")
+    found = read_settings(settings, target)
+    _say(f"settings: {found.found.get('label', 'a drafter')}, tuned on {found.found.get('machine', 'some machine')}")
+    return found.options
 
 
 def _check_prompt(prompt: str) -> None:
@@ -355,6 +373,9 @@ def bench(
     repeats: Annotated[int | None, typer.Option(help="Timed repeats; default: the profile's.")] = None,
     max_draft_len: Annotated[int | None, typer.Option(help="K; default: the profile's.")] = None,
     methods: Annotated[str | None, typer.Option(help="Comma-separated, for example plain,draft_target,ngram.")] = None,
+    settings: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The drafter that workbook tune --out wrote, beside plain.")
+    ] = None,
     experiment: Annotated[
         str | None,
         typer.Option(
@@ -420,6 +441,8 @@ def bench(
         "--acceptance-length": acceptance_length, "--input-len": input_len, "--output-len": output_len,
         "--kv-tokens": kv_tokens, "--draft-len-schedule": draft_len_schedule,
     }  # fmt: skip
+    if experiment is not None:
+        _refuse_given({"--settings": settings}, "with --experiment")
     if experiment != "load":
         _refuse_given(of_load, "without --experiment load")
     if experiment is not None and chosen.backend == "tensorrt_llm":
@@ -444,6 +467,11 @@ def bench(
     if methods is not None:
         options["methods"] = [name.strip() for name in methods.split(",")]
     check_json_file(json_file)
+    if settings is not None:
+        _refuse_given({"--methods": methods, "--max-draft-len": max_draft_len}, "with --settings")
+        from .bench.tune import bench_options
+
+        options |= bench_options(_tuned(settings, chosen.target), chosen)
     if max_tokens is not None:
         chosen = replace(chosen, max_tokens=_at_least_one("--max-tokens", max_tokens))
     workload = {"temperature": temperature, "rules": rules, "price_per_hour": price_per_hour}
@@ -588,6 +616,67 @@ def _bench_experiment(profile: Profile, experiment: str, json_file: str | None, 
 
 
 @app.command()
+def tune(
+    target: Annotated[str, typer.Option(help="A checkpoint or an engine directory.")] = "embedded:target",
+    drafters: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated: draft (the embedded target's draft model), eagle3_tree, and what generate --drafter "
+            "takes."
+        ),
+    ] = "draft,ngram,suffix,eagle3",
+    prompts: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Spec-Bench JSON lines; default: bundled.")
+    ] = None,
+    per_category: Annotated[int, typer.Option(help="Prompts of each category.")] = 1,
+    max_tokens: Annotated[int, typer.Option(help="Most output tokens of an answer.")] = 64,
+    max_draft_len: Annotated[int, typer.Option(help="The largest K to consider.")] = 8,
+    repeats: Annotated[int, typer.Option(help="Timed repeats of the best settings.")] = 3,
+    budget_s: Annotated[
+        float | None, typer.Option("--budget-s", metavar="S", help="Leave out what does not fit into so many seconds.")
+    ] = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    out: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write the choice, for generate --settings and bench --settings.")
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Find the drafter and the K that gain most here: measure once, predict all, run the best three."""
+    from .bench import settings
+    from .bench import tune as tuner
+    from .bench.prompts import load_prompts, select
+    from .config import PROFILES
+    from .drafter_options import DrafterOptions
+
+    check_json_file(json_file)
+    check_json_file(out, "--out")
+    if out == "-":
+        raise OptionError("--out is -", "a file name", "use --json - for stdout")
+    if budget_s is not None and not budget_s > 0:
+        raise OptionError(f"--budget-s is {budget_s:g}", "seconds above 0")
+    embedded = PROFILES["cpu"]
+    on = replace(
+        embedded, name="tune", target=target, drafter=embedded.drafter if target == embedded.target else "",
+        dtype=dtype, device=device, max_tokens=_at_least_one("--max-tokens", max_tokens),
+    )  # fmt: skip
+    names = [name.strip() for name in drafters.split(",")]
+    tuner.settings_asked(names, max_draft_len, on)
+    asked = select(load_prompts(prompts) if prompts else load_prompts(), per_category)
+    stream = sys.stderr if json_file == "-" else sys.stdout
+    document = tuner.tune(
+        on, names, asked, max_draft_len=max_draft_len, repeats=_at_least_one("--repeats", repeats), budget_s=budget_s,
+        prompt_set=prompts.stem if prompts else "bundled", command=_command(), say=lambda line: _say(line, stream),
+    )  # fmt: skip
+    if json_file is not None:
+        write_json(json_file, document)
+    if out is not None:
+        chosen = DrafterOptions(**document["choice"]["options"])
+        settings.write_settings(out, chosen, target, settings.config_of_target(target), tuner.found_for_file(document))
+        _say(f"settings: {out}", stream)
+
+
+@app.command()
 def run(
     notebooks: Annotated[
         list[str] | None, typer.Argument(metavar="[NOTEBOOK]...", help="Path, name or number; default: all.")
@@ -628,17 +717,19 @@ def report(
 # ---- small things ---------------------------------------------------------------------------------------------------
 
 
-def check_json_file(name: str | None) -> None:
-    """Refuse, before any work, a `--json` that could not be written afterwards."""
+def check_json_file(name: str | None, option: str = "--json") -> None:
+    """Refuse, before any work, a `--json` (or another `option`) that could not be written afterwards."""
     if name is None or name == "-":
         return
     path = Path(name)
     if not path.parent.is_dir():
-        raise OptionError(f"--json {name}: there is no folder {path.parent}", "a folder that exists", "make it first")
+        raise OptionError(f"{option} {name}: there is no folder {path.parent}", "a folder that exists", "make it first")
     if path.exists() and not path.is_file():
-        raise OptionError(f"--json {name} is not a file", "a file name", "choose another, or - for stdout")
+        raise OptionError(f"{option} {name} is not a file", "a file name", "choose another, or - for stdout")
     if not os.access(path.parent, os.W_OK):
-        raise OptionError(f"--json {name}: {path.parent} cannot be written", "a folder you may write to", "choose one")
+        raise OptionError(
+            f"{option} {name}: {path.parent} cannot be written", "a folder you may write to", "choose one"
+        )
 
 
 def write_json(name: str, document: dict[str, Any]) -> None:

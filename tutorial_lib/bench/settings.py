@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..drafter_options import DrafterOptions
-from ..errors import OptionError
+from ..errors import ModelError, OptionError
 from ..results import without_folders, write_record
 
 KIND, FORMAT = "settings", 1
@@ -42,14 +42,16 @@ def write_settings(
     write_record(file, document, append=False)
 
 
-def read_settings(file: str | Path, target: str, config: Mapping[str, Any]) -> Settings:
-    """The settings in `file`. Raises `OptionError` for a file that is none, and for one of another target."""
+def read_settings(file: str | Path, target: str, config: Mapping[str, Any] | None = None) -> Settings:
+    """The settings in `file`. config: the target's, if it is at hand. Raises `OptionError` for a file that is none,
+    and for one of another target."""
     document = _document(Path(file))
-    name, own = without_folders([target]), shape_sha256(config)
+    name = without_folders([target])
     if document["target"] != name:
         raise OptionError(
             f"{file} was tuned for target {document['target']}", f"one for {name}", "run workbook tune for this target"
         )
+    own = shape_sha256(config_of_target(target) if config is None else config)
     if document["shape_sha256"] != own:
         raise OptionError(
             f"{file} was tuned for another {name} (its shape differs)", "one for this model", "run workbook tune again"
@@ -79,3 +81,14 @@ def shape_sha256(config: Mapping[str, Any]) -> str:
     )  # fmt: skip
     text = json.dumps([config.get(name) for name in names], separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def config_of_target(target: str) -> Mapping[str, Any]:
+    """The configuration of a checkpoint by any of its names, or of an engine directory."""
+    from ..models import resolve
+    from ..plan import config_of
+
+    try:
+        return config_of(target)
+    except ModelError:  # a name of the Hub: whoever opens the target fetches it anyway
+        return resolve(target).config

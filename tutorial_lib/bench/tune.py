@@ -19,7 +19,7 @@ from ..config import DecodingBaseConfig, Profile, SamplingParams
 from ..drafter_options import MODEL, DrafterOptions, decoding_config, method_of
 from ..errors import OptionError, PromptError, WorkbookError
 from ..results import Generation, provenance, without_folders
-from .measure import Clock, Measurable, Request, Say, Session, between, compare
+from .measure import Clock, Measurable, Request, Say, Session, _make_llm, between, compare
 from .prompts import Prompt, render
 from .redraft import redraft, unknown_rate
 from .summary import PLAIN, first_differences, paired_speedups
@@ -448,3 +448,40 @@ def describe(document: Mapping[str, Any]) -> list[str]:
     worse = ", ".join(f"{category} {gain:.2f}x" for category, gain in document["does_not_pay"].items())
     lines.append(f"does not pay in: {worse}" if worse else "pays in every category")
     return lines + [f"note: {note}" for note in document["notes"]]
+
+
+# ---- what others take of it ------------------------------------------------------------------------------------------
+
+
+def bench_options(options: DrafterOptions, profile: Profile) -> dict[str, Any]:
+    """`measure.bench`'s `methods` and `make_llm` for a setting that was read from a file."""
+    setting = Setting("settings", options)
+    if options.drafter is None:
+        raise OptionError("the settings say that plain decoding is fastest", "a drafter to bench", "bench without them")
+    make = _maker(profile)
+
+    def make_llm(name: str, on: Profile) -> Measurable:
+        if name == setting.method:
+            return make(name, decoding_config(options))
+        return _make_llm(name, on)
+
+    return {"methods": (PLAIN, setting.method), "make_llm": make_llm}
+
+
+def found_for_file(document: Mapping[str, Any]) -> dict[str, Any]:
+    """What a settings file says beside the options: how much it gains, by how much it leads, where, and when."""
+    choice, origin = document["choice"], document["provenance"]
+    return {
+        "label": choice["label"], "speedup": choice["speedup"], "margin": document["margin"],
+        "is_verified": document["is_verified"], "does_not_pay": document["does_not_pay"],
+        "machine": machine_words(origin["hardware"], document["runs"][0]["device"]), "provenance": origin,
+    }  # fmt: skip
+
+
+def machine_words(hardware: Mapping[str, Any], device: str) -> str:
+    gpus = hardware.get("gpus")
+    return (
+        f"{len(gpus)} x {gpus[0]['name']}"
+        if device != "cpu" and gpus
+        else f"{hardware['cpu']}, {hardware['cores']} cores"
+    )
