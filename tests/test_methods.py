@@ -197,8 +197,7 @@ def test_a_gpu_refuses_what_it_does_not_run_by_name():
             refuse_unsupported(method.make(5, "embedded:draft"), "cuda")
         except OptionError as error:
             refused[name] = str(error)
-    assert set(refused) == {"lookahead", "eagle3_tree"}
-    assert "LookaheadDecodingConfig on a GPU" in refused["lookahead"] and "dynamic tree" in refused["eagle3_tree"]
+    assert set(refused) == {"lookahead"} and "LookaheadDecodingConfig on a GPU" in refused["lookahead"]
 
 
 def test_options_are_told_as_they_differ_from_the_defaults():

@@ -100,7 +100,6 @@ def test_heads_are_opened_by_their_module(config, module, function, texts, monke
     ("config", "words"),
     [
         (LookaheadDecodingConfig(), ["does not run LookaheadDecodingConfig on a GPU", "EagleDecodingConfig"]),
-        (EagleDecodingConfig(speculative_model_dir="x", use_dynamic_tree=True), ["dynamic tree", "a fixed tree"]),
     ],
 )
 def test_what_a_gpu_does_not_run_yet_is_refused_before_any_work(config, words, monkeypatch):

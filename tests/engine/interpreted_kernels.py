@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 from attention_cases import CASES, Case, check_attention, rand
 from gpu_models import PLAIN, Pages, gpu_model, random_ids, relative, run
 from stand_ins import Pieces
+from test_open_trees import TinyLayer, check_growth, device_trees
 
-from tutorial_lib.config import NGramDecodingConfig, SamplingParams
+from tutorial_lib.config import EagleDecodingConfig, NGramDecodingConfig, SamplingParams
 from tutorial_lib.drafters.base import SlotState
 from tutorial_lib.drafters.ngram import NGramDrafter
 from tutorial_lib.engine import kernels, reference
-from tutorial_lib.engine.drafting import DeviceTree
+from tutorial_lib.engine.drafting import DeviceTree, OpenTree
 from tutorial_lib.engine.gpu_model import Ops
 from tutorial_lib.engine.kernels import FP8, AttentionScratch, Tactic
-from tutorial_lib.engine.reference import Tap
+from tutorial_lib.engine.reference import Beam, Candidates, Tap
 from tutorial_lib.errors import OptionError
 
 assert kernels.IS_INTERPRETED, "set TRITON_INTERPRET=1 before Triton is imported"
@@ -199,6 +201,13 @@ def test_argmax_gives_the_ids_of_a_shortlist_and_reports_damage():
         assert torch.equal(out, expected) and out[5] == 22
 
 
+TREES = {
+    "two branches": (-1, 0, 0, 1, 2, 4),
+    "comb": (-1, 0, 1, 2, 0, 1, 2, 3),
+    "wide": (-1, 0, 0, 0, 1, 1, 3, 3, 6, 8),
+}
+
+
 @pytest.mark.parametrize("vocab", [900, 2500])
 def test_the_likeliest_tokens_go_where_they_are_wanted(vocab):
     """Rows that lie apart, some columns left alone, one token wanted twice; of equals the first; ids of a shortlist."""
@@ -219,6 +228,49 @@ def test_the_likeliest_tokens_go_where_they_are_wanted(vocab):
     tokens, scores, plain = found[0]
     assert plain[1, [1, 2, 4]].tolist() == [-7, 5, vocab - 1] and (tokens[:, [0, 2, 8]] == -7).all()
     assert torch.equal(tokens[:, 1:8][:, source >= 0], ids[plain[:, source >= 0].long()].int())
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 10), (3, 8, 5), (1, 6, 4), (5, 2, 9)], ids=str)
+def test_dynamic_trees_grow_as_they_do_on_the_host(shape):
+    """The same check as for the references: candidates, beams, and what is kept of them, for 1 and 3 sequences."""
+    ops = SimpleNamespace(**{**vars(PLAIN), **{name: getattr(kernels, name) for name in ("grow_tree", "prune_tree")}})
+    check_growth(shape, 1.0, ops)
+    depth, top_k, total = shape
+    config = EagleDecodingConfig(
+        max_draft_len=depth, use_dynamic_tree=True, dynamic_tree_max_topK=top_k, max_total_draft_tokens=total
+    )
+    equals = (TinyLayer(0, 0.0), config, torch.arange(40), torch.zeros(3, 8))  # all as likely: the first goes first
+    assert device_trees(*equals, ops) == device_trees(*equals, PLAIN)
+
+
+def test_damaged_scores_write_nowhere_else():
+    found = Candidates(*(torch.zeros(2, 12, dtype=kind) for kind in (torch.int32, torch.float64, torch.int32)))
+    rooms = [torch.full((2, 20), -7, dtype=torch.int32) for _ in range(2)]
+    beam = Beam(
+        torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.float64),
+        torch.zeros(6, 3, dtype=torch.int8), *(torch.full((9,), -7, dtype=torch.int32)[:6] for _ in range(2)),
+    )  # fmt: skip
+    after = Beam(*(torch.cat([t, t + 77]) for t in beam[:3]), *(torch.full((9,), -7, dtype=torch.int32) for _ in "ab"))
+    fresh = torch.full((2, 9), torch.nan)
+    kernels.grow_tree(found, 3, fresh, torch.arange(6, dtype=torch.int32), beam, after, 3)
+    assert (after.words[6:] == -7).all() and (after.sums[2:] == 77).all() and (after.behind[6:] == -7).all()
+    kernels.prune_tree(found, rooms[0][:, :5], rooms[1][:, :5].contiguous())
+    assert (rooms[0][:, 5:] == -7).all()
+
+
+@pytest.mark.parametrize("name", list(TREES))
+def test_the_rows_of_a_tree_follow_from_its_parents(name):
+    """As a fixed tree's; rows without a draft see themselves."""
+    parents = DeviceTree(TREES[name], "cpu").over(3).parents.clone()
+    parents[1, -2:] = -2
+    tree = OpenTree(parents.shape[1] - 1, DeviceTree(TREES[name], "cpu").depth, "cpu").over(3)
+    for made in (kernels, reference):
+        made.tree_rows(parents, tree.mask.fill_(9), tree.depths, 4)
+        whole = DeviceTree(TREES[name], "cpu").over(1)
+        rows = parents.shape[1]
+        assert torch.equal(tree.mask[:rows], whole.mask) and torch.equal(tree.depths[:rows], whole.depths)
+        for row in (2 * rows - 2, 2 * rows - 1):
+            assert tree.depths[row] == 0 and tree.mask[row].nonzero().tolist() == [[row - rows]]
 
 
 @pytest.mark.parametrize("is_tree", [True, False])
@@ -301,13 +353,6 @@ def test_rounds_begin_and_finish_as_their_reference(kind, k):
         real = [int(s) for s in slots if s < 5]
         grown = ends[0]["length"] - first["length"]
         assert all(1 <= grown[s] <= k + 1 for s in real) and grown.count_nonzero() == len(real)
-
-
-TREES = {
-    "two branches": (-1, 0, 0, 1, 2, 4),
-    "comb": (-1, 0, 1, 2, 0, 1, 2, 3),
-    "wide": (-1, 0, 0, 0, 1, 1, 3, 3, 6, 8),
-}
 
 
 @pytest.mark.parametrize("is_forced", [False, True])

@@ -37,6 +37,8 @@ from tutorial_lib.shapes import dummy_config
 PROMPTS = [[7], [5, 9, 2, 77], [(i * 37) % 319 for i in range(70)], [3, 3], [11, 200, 12]]
 TEXT = Pieces.for_vocabulary(320)
 CHOICES = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1]]
+DYNAMIC = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 3, "max_total_draft_tokens": 8}
+EAGLE = {"eagle": {}, "eagle tree": {"eagle_choices": CHOICES}, "eagle dynamic": DYNAMIC}
 SLOTS, ROWS = 5, 9
 
 
@@ -104,10 +106,10 @@ def test_features_are_the_residual_stream_after_that_many_layers():
     assert torch.equal(normed, expected.to(torch.bfloat16))
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle tree", "medusa", "medusa tree"])
+@pytest.mark.parametrize("method", ["eagle", "eagle tree", "eagle dynamic", "medusa", "medusa tree"])
 def test_greedy_text_is_that_of_plain_decoding(method, target, tmp_path):
     plain = [g.token_ids for g in texts(target, PROMPTS)]
-    drafting, k = eagle(target, tmp_path, **({"eagle_choices": CHOICES} if method == "eagle tree" else {})), 4
+    drafting, k = eagle(target, tmp_path, **EAGLE.get(method, {})), 4
     if "medusa" in method:
         options = {"medusa_choices": CHOICES} if method == "medusa tree" else {"num_medusa_heads": 3}
         drafting, k = medusa(target, tmp_path, **options), 3
@@ -194,14 +196,14 @@ def test_a_tree_of_the_truth_is_accepted_along_its_path(target, monkeypatch):
         assert len(each.emitted) == each.accepted + 1 == len(path) + 1
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle tree", "medusa tree"])
+@pytest.mark.parametrize("method", ["eagle", "eagle tree", "eagle dynamic", "medusa tree"])
 def test_sampled_text_is_that_of_plain_decoding_too(method, target, tmp_path):
     """Drafts are certain choices, and every position has its own random number: the same seed draws the same text."""
     sampling = {"temperature": 0.9, "top_p": 0.95, "seed": 4}
     plain = [g.token_ids for g in texts(target, PROMPTS[:3], **sampling)]
     drafting = medusa(target, tmp_path, medusa_choices=CHOICES)
     if "eagle" in method:
-        drafting = eagle(target, tmp_path, eagle_choices=CHOICES if "tree" in method else None)
+        drafting = eagle(target, tmp_path, **EAGLE[method])
     assert [g.token_ids for g in texts(target, PROMPTS[:3], drafting, 4, **sampling)] == plain
     assert plain != [g.token_ids for g in texts(target, PROMPTS[:3])]
 
@@ -220,8 +222,8 @@ def test_a_target_without_its_skipped_layers_drafts_for_itself(target):
 def test_drafting_is_timed_for_every_method(target, tmp_path):
     from tutorial_lib.engine.gpu_engine import GpuEngine
 
-    tree = eagle(target, tmp_path, eagle_choices=CHOICES)
-    for drafting, k in ((eagle(target, tmp_path), 4), (tree, 3), (medusa(target, tmp_path, medusa_choices=CHOICES), 3)):
+    heads = [eagle(target, tmp_path, **options) for options in EAGLE.values()]
+    for drafting, k in (*((head, 4) for head in heads), (medusa(target, tmp_path, medusa_choices=CHOICES), 3)):
         made = GpuEngine(target, TEXT, (), max_slots=2, max_seq_len=100, drafting=drafting, max_draft_len=k)
         before = made.state.table.clone()
         assert made.time_draft(k, 40, repeats=2) > 0
@@ -230,11 +232,7 @@ def test_drafting_is_timed_for_every_method(target, tmp_path):
         assert done.token_ids == texts(target, [[5, 9]], count=8)[0].token_ids
 
 
-def test_what_only_the_cpu_runs_is_refused(target, tmp_path):
-    from tutorial_lib.backends.torch_drafters import refuse_unsupported
-
-    with pytest.raises(OptionError, match="dynamic tree.*a fixed tree"):
-        refuse_unsupported(EagleDecodingConfig(speculative_model_dir="x", use_dynamic_tree=True), "cuda")
+def test_trees_that_no_step_holds_are_refused(target, tmp_path):
     shape = ModelConfig.from_hf(dummy_config(TARGET)[0])
     wide = MedusaDecodingConfig(speculative_model_dir="x", medusa_choices=[[i] for i in range(70)])
     heads = read_medusa(medusa_own(tmp_path / "own", medusa_tensors()), shape)

@@ -66,12 +66,6 @@ def refuse_unsupported(config: DecodingBaseConfig | None, device: str) -> None:
             "None: its rounds always draft max_draft_len tokens",
             "leave it out, or use device='cpu'",
         )
-    if device == "cuda" and isinstance(config, EagleDecodingConfig) and config.use_dynamic_tree:
-        raise OptionError(
-            "the torch backend on a GPU does not run EAGLE-3's dynamic tree",
-            "a chain or a fixed tree",
-            "use eagle_choices, or device='cpu'",
-        )
 
 
 def resolve_head(config: DecodingBaseConfig | None, say: Callable[[str], None]) -> Checkpoint | None:
@@ -131,7 +125,7 @@ def make_drafter(
 
 
 def gpu_draft_rows(config: DecodingBaseConfig | None, head: Checkpoint | None, target: ModelConfig) -> int:
-    """Draft tokens that one round on a GPU verifies: K, or all tokens of a tree."""
+    """Positions behind the text that one round on a GPU writes at most: K, or all tokens of a tree."""
     if isinstance(config, MedusaDecodingConfig) and head is not None:
         from ..drafters.checkpoints import read_medusa
         from ..drafters.medusa import choose_tree
@@ -139,6 +133,10 @@ def gpu_draft_rows(config: DecodingBaseConfig | None, head: Checkpoint | None, t
         return len(choose_tree(config, read_medusa(head, target), target.vocab_size, head.name))
     if isinstance(config, EagleDecodingConfig) and config.eagle_choices is not None:
         return len(config.eagle_choices)
+    if isinstance(config, EagleDecodingConfig) and config.use_dynamic_tree:
+        from ..engine.head_drafting import Growth
+
+        return Growth.of(config, target.vocab_size).reach
     return config.max_draft_len if config else 0
 
 

@@ -180,8 +180,7 @@ class EagleDrafter:
         self._rows = None if self._ids is None else {token: row for row, token in enumerate(self._ids)}
         self.is_dynamic, self.threshold = config.use_dynamic_tree, config.confidence_threshold
         size = self.vocab_size if self._ids is None else len(self._ids)
-        self.top_k = min(config.dynamic_tree_max_topK or DEFAULT_TOP_K, size)
-        self.total = config.max_total_draft_tokens or self.top_k * config.max_draft_len
+        self.top_k, self.total = dynamic_sizes(config, size)
         chain = [(0,) * depth for depth in range(1, config.max_draft_len + 1)]
         self.is_chain = not self.is_dynamic and config.eagle_choices is None
         choices = [tuple(path) for path in config.eagle_choices] if config.eagle_choices else chain
@@ -340,6 +339,12 @@ class EagleDrafter:
 
     def _target_id(self, index: int) -> int:
         return index if self._ids is None else self._ids[index]
+
+
+def dynamic_sizes(config: EagleDecodingConfig, size: int) -> tuple[int, int]:
+    """(candidates behind a node, nodes drafted at most) of a dynamic tree by a head of `size` output rows."""
+    top_k = min(config.dynamic_tree_max_topK or DEFAULT_TOP_K, size)
+    return top_k, config.max_total_draft_tokens or top_k * config.max_draft_len
 
 
 def check_ranks(choices: Sequence[Path], size: int) -> None:

@@ -100,6 +100,13 @@ class LookaheadDrafter:
         """How deep a proposal reaches: the window's last column at its newest level, or an n-gram."""
         return 0 if self._n == 1 else max(self._width + self._n - 3, self._n - 1)
 
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens of a proposal: those of the window but its root, and of all n-grams behind their first."""
+        if self._n == 1:
+            return 0
+        return self._width * (self._n - 1) - 1 + self._guesses * (self._n - 1)
+
     def reset(self, slot: int, prompt_ids: Sequence[int], features: object = None) -> None:
         """The window begins as level 0 alone, with tokens of the prompt: any guess will do, these are likelier."""
         first = random.Random(0).choices(prompt_ids, k=self._width - 1)

@@ -44,7 +44,8 @@ class DeviceTree:
                 depths[row] = depths[parent] + 1
                 mask[row] = mask[parent]
             mask[row, row] = 1
-        self.depth, self.of_drafts = max(depths), tuple(parent - 1 for parent in parents[1:])
+        self.depth, self.tokens, self.reach = max(depths), rows - 1, rows - 1
+        self.of_drafts: tuple[int, ...] | None = tuple(parent - 1 for parent in parents[1:])
         self._parents = torch.tensor(list(parents), dtype=torch.int32, device=device)
         self._depths = torch.tensor(depths, dtype=torch.int32, device=device)
         self._mask = mask.to(device)
@@ -54,13 +55,34 @@ class DeviceTree:
         return TreeRows(self._parents.repeat(batch, 1), self._mask.repeat(batch, 1), self._depths.repeat(batch))
 
 
+class OpenTree:
+    """Trees that every round forms anew, of at most `tokens` drafts and `depth` deep. reach: how many positions behind
+    the text are written on the way. `of_drafts` is None: a round's report has the parents."""
+
+    def __init__(self, tokens: int, depth: int, device, *, reach: int = 0) -> None:
+        self.tokens, self.depth, self.reach, self.device = tokens, depth, max(tokens, reach), device
+        self.of_drafts: tuple[int, ...] | None = None
+
+    def over(self, batch: int) -> TreeRows:
+        """Room for the trees of a batch; no row has a draft yet."""
+        rows = self.tokens + 1
+
+        def ints(*shape: int, fill: int = 0, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.full(shape, fill, dtype=dtype, device=self.device)
+
+        return TreeRows(ints(batch, rows, fill=-2), ints(batch * rows, rows, dtype=torch.int8), ints(batch * rows))
+
+
+Tree = DeviceTree | OpenTree
+
+
 class Drafting(Protocol):
     """vocab_size: ids from here on mean nothing to it and are read as id 0 (a guess costs speed only). tree: None for
     a chain. feature_layers: hidden states it wants of the target, as in `drafters.base`; they lie in
     `round.state.features`."""
 
     vocab_size: int
-    tree: DeviceTree | None
+    tree: Tree | None
     feature_layers: tuple[int, ...]
 
     def take(self, prompt_ids: Sequence[int], table: torch.Tensor, slot: int) -> Take | None:
@@ -82,7 +104,7 @@ class ModelDrafting:
     the one before ended.
     """
 
-    tree: DeviceTree | None = None
+    tree: Tree | None = None
     feature_layers: tuple[int, ...] = ()
 
     def __init__(self, model: GpuModel, head_ids: torch.Tensor | None = None) -> None:
@@ -131,7 +153,7 @@ class ModelDrafting:
 class NGramDrafting:
     """Prompt lookup as `drafters.ngram` does it, over the round's own record of the text."""
 
-    tree: DeviceTree | None = None
+    tree: Tree | None = None
     feature_layers: tuple[int, ...] = ()
 
     def __init__(self, config: NGramDecodingConfig, vocab_size: int, stop_ids: Iterable[int], device) -> None:

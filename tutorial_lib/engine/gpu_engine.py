@@ -22,7 +22,7 @@ from ..drafters.base import Drafter, Outcome, SlotState
 from ..errors import DAMAGED_LOGITS, OptionError
 from ..results import Round
 from .device_sampling import draw, probabilities, uniform
-from .drafting import Drafting, ModelDrafting
+from .drafting import Drafting, ModelDrafting, OpenTree
 from .engine import Engine, Request, _arbitrary_ids, _median_s
 from .gpu_model import MAX_STEP_ROWS, PAGE, GpuModel, captured, compile_steps, seconds_of, upload
 from .graph import DeviceState, RoundProgram, forced_schedule, position_limit
@@ -49,7 +49,10 @@ class Launched(NamedTuple):
 
 class GpuEngine(Engine):
     """`Engine` with its rounds on the device. What drafts is part of the round's graph (`Drafting`), or it runs on the
-    host (`Drafter`: suffix decoding), and a round waits for the tokens of the one before."""
+    host (`Drafter`: suffix and lookahead decoding), and a round waits for the tokens of the one before.
+
+    host_tree: the most tokens and depth of a `host_drafter`'s trees; None if it drafts chains.
+    """
 
     target: GpuModel  # type: ignore[assignment]
 
@@ -63,6 +66,7 @@ class GpuEngine(Engine):
         max_seq_len: int,
         drafting: Drafting | None = None,
         host_drafter: Drafter | None = None,
+        host_tree: OpenTree | None = None,
         max_draft_len: int = 0,
         kv_cache_config: KvCacheConfig | None = None,
         simulated_acceptance: SimulatedAcceptance | None = None,
@@ -71,19 +75,21 @@ class GpuEngine(Engine):
         self.drafter, self.drafting = host_drafter, drafting
         self.max_slots, self.max_seq_len = max_slots, max_seq_len
         self.max_draft_len = max_draft_len if drafting is not None or host_drafter is not None else 0
-        tree = None if drafting is None else drafting.tree
+        self._host_tree = host_tree
+        tree = host_tree if drafting is None else drafting.tree
         if tree is not None:
-            self.max_draft_len = len(tree.of_drafts)  # every token of a tree takes a row
+            self.max_draft_len = tree.tokens  # every token of a tree takes a row
+        reach = self.max_draft_len if tree is None else tree.reach
         if self.max_draft_len >= MAX_STEP_ROWS:
             raise OptionError(f"max_draft_len is {self.max_draft_len}", f"at most {MAX_STEP_ROWS - 1} on the GPU path")
         self.draft_len_schedule = {1: self.max_draft_len}
         layers = drafting.feature_layers if drafting is not None else ()
         self.state = DeviceState.make(
-            max_slots, -(-position_limit(max_seq_len, self.max_draft_len) // PAGE), target.pages - 1, target.device,
+            max_slots, -(-position_limit(max_seq_len, reach) // PAGE), target.pages - 1, target.device,
             feature_rows=self.max_draft_len + 1, feature_width=len(layers) * target.config.hidden_size,
             tree_depth=0 if tree is None else tree.depth,
         )  # fmt: skip
-        self._slack = 2 * (self.max_draft_len + 1) + 1  # a round in flight, the next one, a first token on its way
+        self._slack = 2 * (reach + 1) + 1  # a round in flight, the next one, a first token on its way
         kv = kv_cache_config or KvCacheConfig()
         self.cache: PagedCache = PagedCache(  # type: ignore[assignment]
             [], self.state.table, target.pages - 1, enable_block_reuse=kv.enable_block_reuse
@@ -94,6 +100,10 @@ class GpuEngine(Engine):
         self._is_ahead = False  # a round has been launched in this turn
         self._simulated = simulated_acceptance
         if simulated_acceptance is not None:
+            if isinstance(tree, OpenTree):
+                raise OptionError(
+                    "simulated_acceptance and a tree that grows anew every round", "a chain or a fixed tree"
+                )
             deepest = self.max_draft_len if tree is None else tree.depth
             schedule = forced_schedule(simulated_acceptance.acceptance_length, deepest)
             self.state.forced = torch.tensor(schedule, dtype=torch.int32, device=target.device)
@@ -115,6 +125,7 @@ class GpuEngine(Engine):
                 max_draft_len=k,
                 is_sampled=is_sampled,
                 is_forced=self._simulated is not None,
+                host_tree=self._host_tree,
             )
         return self._programs[key]
 
@@ -155,12 +166,18 @@ class GpuEngine(Engine):
         """The host drafter's tokens into the round; the seconds it took."""
         assert self.drafter is not None
         began = time.perf_counter()
-        states = [SlotState(r.slot, r.token_ids, min(program.k, r.remaining - 1), r.params, r.seed) for r in active]
-        drafts, unused = [list(d.tokens) for d in self.drafter.propose(states)], program.batch - len(active)
+        deepest = program.k if program.tree is None else program.tree.depth
+        states = [SlotState(r.slot, r.token_ids, min(deepest, r.remaining - 1), r.params, r.seed) for r in active]
+        proposed, unused = self.drafter.propose(states), program.batch - len(active)
+        drafts = [list(d.tokens) for d in proposed]
         lengths = [program.k if self._simulated else len(d) for d in drafts] + [0] * unused
         rows = [d + [0] * (program.k - len(d)) for d in drafts] + [[0] * program.k] * unused
         program.drafts.copy_(torch.tensor(rows, dtype=torch.int32).view(program.batch, program.k))
         upload(program.drafted_len, lengths)
+        if program.is_open and program.rows is not None:
+            trees = [[-1, *(parent + 1 for parent in d.tree)] for d in proposed] + [[-1]] * unused
+            padded = [tree + [-2] * (program.k + 1 - len(tree)) for tree in trees]
+            program.rows.parents.copy_(torch.tensor(padded, dtype=torch.int32))
         return time.perf_counter() - began
 
     # ---------------------------------------------------------------------------------------------------------- results
@@ -196,12 +213,14 @@ class GpuEngine(Engine):
         self, program: RoundProgram, served: Sequence[tuple[int, Request, Seat]], launched: Launched
     ) -> None:
         batch = program.batch
-        stamps, damage, lengths, out, path = launched.report.split(program.parts)
+        stamps, damage, lengths, out, path, parents, likeliest = launched.report.split(program.parts)
         began, drafted, ended = stamps.view(torch.long).tolist()
         damaged = damage.tolist()
         if any(damaged[row] for row, *_ in served):
             raise FloatingPointError(DAMAGED_LOGITS)
         rows, counts, paths = out.view(batch, -1).tolist(), lengths.tolist(), path.view(batch, -1).tolist()
+        trees = parents.view(batch, -1).tolist() if program.is_open else None
+        choices = likeliest.view(batch, -1).tolist() if program.likeliest is not None else [[]] * batch
         now = time.perf_counter()
         outcomes = []
         for row, request, seat in served:
@@ -212,7 +231,7 @@ class GpuEngine(Engine):
             emitted = self._emit(request, Verdict(accepted, words), None)  # type: ignore[arg-type]
             seat.drafted = max(seat.drafted, known)
             self.cache.enter(request.slot, seat, request.token_ids, seat.drafted)
-            outcomes.append(Outcome(request.slot, walked))
+            outcomes.append(Outcome(request.slot, walked, tuple(choices[row][: counts[row] + 1])))
             request.latency_s = now - request.start_s
             request.rounds.append(
                 Round(
@@ -222,7 +241,7 @@ class GpuEngine(Engine):
                     draft_s=(drafted - began) * 1e-9 + launched.proposed_s,
                     verify_s=(ended - drafted) * 1e-9,
                     end_s=request.latency_s,
-                    parents=None if program.tree is None else program.tree.of_drafts,
+                    parents=_parents(program, trees[row] if trees else [], counts[row]),
                     path=None if program.tree is None else walked,
                 )
             )
@@ -337,7 +356,7 @@ class GpuEngine(Engine):
         drafting, state = self.drafting, self.state
         if drafting is None:
             return super().time_draft(max_draft_len, context, repeats)
-        k = max_draft_len if drafting.tree is None else len(drafting.tree.of_drafts)
+        k = max_draft_len if drafting.tree is None else drafting.tree.tokens
         if drafting.feature_layers and k > self.max_draft_len:
             raise OptionError(f"{k} draft tokens are to be timed", f"at most {self.max_draft_len}, as this engine has")
         if isinstance(drafting, ModelDrafting):
@@ -380,6 +399,13 @@ class GpuEngine(Engine):
 
 def _padded(ids: Sequence[int], length: int, fill: int) -> list[int]:
     return [*ids, *[fill] * (length - len(ids))]
+
+
+def _parents(program: RoundProgram, rows: Sequence[int], count: int) -> tuple[int, ...] | None:
+    """The parents of a round's drafts, None for a chain. rows: those of all rows, where the report has them."""
+    if program.tree is None or program.tree.of_drafts is not None:
+        return None if program.tree is None else program.tree.of_drafts
+    return tuple(parent - 1 for parent in rows[1 : count + 1])
 
 
 def _seat(request: Request) -> Seat:

@@ -25,7 +25,7 @@ MAX_STEP_ROWS = 64
 PAGE = reference.PAGE
 STEP_KERNELS = ("linear", "gate_up", "embed_norm", "add_norm", "quantize_rows", "attention", "argmax")
 ROUND_KERNELS = ("begin_round", "finish_round", "keep_path")
-DRAFT_KERNELS = ("match_ngram", "top_tokens", "gather_pairs")
+DRAFT_KERNELS = ("match_ngram", "top_tokens", "gather_pairs", "grow_tree", "prune_tree", "tree_rows")
 KERNELS = (*STEP_KERNELS, *ROUND_KERNELS, *DRAFT_KERNELS)
 
 
@@ -46,6 +46,9 @@ class Ops:
     match_ngram: Callable[..., None]
     top_tokens: Callable[..., None]
     gather_pairs: Callable[..., Any]
+    grow_tree: Callable[..., None]
+    prune_tree: Callable[..., None]
+    tree_rows: Callable[..., None]
     pdl: bool
 
     @classmethod

@@ -17,7 +17,7 @@ import torch
 
 from ..errors import OptionError
 from .device_sampling import SlotParams, accept_sampled, draw, probabilities, uniform
-from .drafting import Drafting
+from .drafting import Drafting, OpenTree
 from .gpu_model import MAX_STEP_ROWS, PAGE, GpuModel, Taps, captured, upload
 from .sampling import Purpose
 
@@ -65,9 +65,11 @@ class DeviceState:
 
 class RoundProgram:
     """One round for `batch` sequences. Inputs are set before a launch: `slots` [batch], and for a drafter on the host
-    `drafts` and `drafted_len`. Everything it tells the host lies in `report`, one int32 vector: three clock readings
-    (start, drafted, verified), whose logits were damaged [batch], `drafted_len` [batch], `out` [batch, K + 2]:
-    accepted, the token after, K drafts; and for a tree `path` [batch, depth], the rows of the accepted ones."""
+    `drafts` and `drafted_len`, with `host_tree` also `rows.parents`. Everything it tells the host lies in `report`, one
+    int32 vector: three clock readings (start, drafted, verified), whose logits were damaged [batch], `drafted_len`
+    [batch], `out` [batch, K + 2]: accepted, the token after, K drafts; for a tree `path` [batch, depth], the rows of
+    the accepted ones; for an `OpenTree` the parents of all rows [batch, K + 1], and if it came from the host the
+    target's most likely token in each of them [batch, K + 1]."""
 
     def __init__(
         self,
@@ -79,6 +81,7 @@ class RoundProgram:
         max_draft_len: int,
         is_sampled: bool = False,
         is_forced: bool = False,
+        host_tree: OpenTree | None = None,
     ) -> None:
         if batch * (max_draft_len + 1) > MAX_STEP_ROWS:
             raise OptionError(
@@ -96,18 +99,24 @@ class RoundProgram:
         def ints(*shape: int) -> torch.Tensor:
             return torch.zeros(*shape, dtype=torch.int32, device=device)
 
-        self.tree = None if drafting is None else drafting.tree
+        self.tree = host_tree if drafting is None else drafting.tree
         depth = self.tree.depth if self.tree is not None else 0
+        rows, self.is_open = batch * (k + 1), isinstance(self.tree, OpenTree)
         self.parts = [6, batch, batch, batch * (k + 2), batch * depth]
+        self.parts += [rows * self.is_open, rows * (host_tree is not None)]
         self.report = ints(sum(self.parts))
-        stamps, self.damage, lengths, out, path = self.report.split(self.parts)
+        stamps, self.damage, lengths, out, path, parents, likeliest = self.report.split(self.parts)
         self.stamps, self.drafted_len, self.out = stamps.view(torch.long), lengths.fill_(k), out.view(batch, k + 2)
         self.path = path.view(batch, depth) if self.tree is not None else None
         self.rows = None if self.tree is None else self.tree.over(batch)
+        if self.rows is not None and self.is_open:
+            self.rows = self.rows._replace(parents=parents.copy_(self.rows.parents.view(-1)).view(batch, k + 1))
+        self.likeliest = likeliest.view(batch, k + 1) if host_tree is not None else None
         self.taps = None
         if drafting is not None and drafting.feature_layers:
-            self.taps = Taps(drafting.feature_layers, state.features, ints(batch * (k + 1)))
-        self.slots32, self.starts, self.pair = ints(batch), ints(k + 2, batch), ints(batch, 2)
+            self.taps = Taps(drafting.feature_layers, state.features, ints(rows))
+        reach = k if self.tree is None else self.tree.reach
+        self.slots32, self.starts, self.pair = ints(batch), ints(reach + 2, batch), ints(batch, 2)
         self.tokens, self.choices = ints(batch, k + 1), ints(batch, k + 1)
         self.drafts = self.tokens[:, 1:]
         self._graph: Any = None
@@ -186,7 +195,11 @@ class RoundProgram:
             self.slots, state.length, state.last, self.slots32, self.starts, self.tokens, self.pair, self.damage,
             known, ops.pdl,
         )  # fmt: skip
-        return self.drafting.draft(self) if self.drafting is not None else None
+        q = self.drafting.draft(self) if self.drafting is not None else None
+        if self.rows is not None and self.is_open:
+            assert self.tree is not None
+            ops.tree_rows(*self.rows, self.tree.depth, ops.pdl)
+        return q
 
     def verify(self) -> torch.Tensor:
         """The target's logits, float32 [B, K + 1, V]; its argmax goes into `choices`."""
@@ -195,6 +208,8 @@ class RoundProgram:
             None if self.rows is None else (self.rows.mask, self.rows.depths), self.taps,
         )  # fmt: skip
         self.target.ops.argmax(logits, self.choices.view(-1), self.target.ops.pdl, damage=self.damage)
+        if self.likeliest is not None:
+            self.likeliest.copy_(self.choices)
         return logits.view(self.batch, self.k + 1, -1)
 
     def sampled(self, logits: torch.Tensor, q: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -218,8 +233,8 @@ class RoundProgram:
 
 
 def position_limit(max_seq_len: int, max_draft_len: int) -> int:
-    """Cache positions a request of `max_seq_len` tokens may touch: results are read a round late, so up to two rounds
-    run past its end, and prefill fills its last step up."""
+    """Cache positions a request of `max_seq_len` tokens may touch, if a round writes `max_draft_len` behind the text:
+    results are read a round late, so up to two rounds run past its end, and prefill fills its last step up."""
     return max_seq_len + max(2 * (max_draft_len + 1) + 1, MAX_STEP_ROWS)
 
 

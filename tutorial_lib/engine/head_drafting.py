@@ -18,12 +18,12 @@ import torch.nn.functional as F
 
 from ..config import EagleDecodingConfig, MedusaDecodingConfig, check_choices
 from ..drafters.checkpoints import Eagle3Head, Matrix, MedusaHeads
-from ..drafters.eagle import check_ranks
+from ..drafters.eagle import check_ranks, dynamic_sizes
 from ..drafters.medusa import choose_tree
 from ..errors import OptionError
-from .drafting import DeviceTree, Take
+from .drafting import DeviceTree, OpenTree, Take, Tree
 from .gpu_model import MAX_STEP_ROWS, PAGE, GpuModel, Weight, captured, rotary_tables, upload
-from .reference import Tap
+from .reference import Beam, Candidates, Tap
 
 if TYPE_CHECKING:
     from .graph import RoundProgram
@@ -54,7 +54,7 @@ class EagleDrafting:
     `ONE_ARGMAX`.
     """
 
-    tree: DeviceTree | None = None
+    tree: Tree | None = None
 
     def __init__(self, head: Eagle3Head, target: GpuModel, *, max_sequences: int) -> None:
         device, shape, ops = target.device, head.shape, target.ops
@@ -256,6 +256,119 @@ class EagleTreeDrafting(EagleDrafting):
         return levels
 
 
+@dataclass(frozen=True)
+class Growth:
+    """How a dynamic tree grows: `width` candidates behind every node that is run, at every depth the `width` likeliest
+    paths run on, and of all `count` candidates the `tokens` likeliest drafted.
+
+    A candidate that is not among the `total` likeliest of its depth cannot be drafted, nor what follows it: so a wider
+    beam or a deeper tree than `total` would change nothing.
+    """
+
+    width: int
+    depth: int
+    tokens: int
+
+    @classmethod
+    def of(cls, config: EagleDecodingConfig, size: int) -> Growth:
+        """size: output rows of the head. Raises `OptionError` for more than a step on a GPU holds."""
+        top_k, total = dynamic_sizes(config, size)
+        width, depth = min(top_k, total), min(config.max_draft_len, total)
+        made = cls(width, depth, min(total, width + (depth - 1) * width**2))
+        _refuse_wide(made.reach)
+        return made
+
+    @property
+    def count(self) -> int:
+        return self.width + (self.depth - 1) * self.width**2
+
+    @property
+    def run(self) -> int:
+        """Nodes that the layer runs."""
+        return (self.depth - 1) * self.width
+
+    @property
+    def reach(self) -> int:
+        """Positions behind the text that are written, by the layer or in verification."""
+        return max(self.tokens, self.run)
+
+
+class EagleGrowingDrafting(EagleDrafting):
+    """The dynamic tree as `drafters.eagle` grows it. Everything about it lies in fixed tensors on the device.
+
+    Launches: 18 for the first step, 13 for every further depth, and 2 for the whole tree.
+    """
+
+    def __init__(self, head: Eagle3Head, target: GpuModel, growth: Growth, *, max_sequences: int) -> None:
+        super().__init__(head, target, max_sequences=max_sequences)
+        self.growth = growth
+        self.tree = OpenTree(growth.tokens, growth.depth, target.device, reach=growth.reach)
+        self._rooms: dict[int, _Room] = {}
+
+    def draft(self, round: RoundProgram) -> None:
+        batch, width, ops, state = round.batch, self.growth.width, self.target.ops, round.state
+        room = self._rooms.get(batch) or self._rooms.setdefault(batch, self._room(batch))
+        found, beam, nodes, first = room.found, None, 1, 0
+        x, h, last = self.first_step(round, self.growth.depth + 1)
+        outputs = torch.empty(batch * (1 + self.growth.run), x.shape[1], dtype=x.dtype, device=x.device)
+        torch.index_select(x, 0, last, out=outputs[:batch])
+        h = h.index_select(0, last)
+        for depth, (rows, after) in enumerate(zip(room.rows, room.beams, strict=True)):
+            if beam is not None:
+                start = (depth - 1) * width
+                _, h = self.step(
+                    beam.words, outputs, None, state.table, round.starts[start + 1], round.slots32, width,
+                    behind=beam.behind, tree=(beam.seen, room.depths[depth]), tap=Tap(outputs, rows),
+                )  # fmt: skip
+                nodes = width
+            own = slice(first, first + nodes * width)
+            logits = self.logits(h).view(batch, nodes, -1)
+            fresh = torch.empty(batch, nodes * width, dtype=torch.float32, device=x.device)
+            source = room.source[: nodes * width]
+            ops.top_tokens(logits, found.tokens[:, own], source, width, ops.pdl, ids=self.draft_ids, scores=fresh)
+            ops.grow_tree(found, first, fresh, rows, beam, after, width, ops.pdl)
+            beam, first = after, own.stop
+        assert round.rows is not None
+        ops.prune_tree(found, round.tokens, round.rows.parents, ops.pdl)
+
+    def _room(self, batch: int) -> _Room:
+        """What growing takes, made once for a batch size."""
+        width, inner, device = self.growth.width, range(self.growth.depth - 1), self.target.device
+
+        def room(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        node = torch.arange(batch * width, device=device)
+        rows = [batch + node // width * self.growth.run + depth * width + node % width for depth in inner]
+        beams = [
+            Beam(
+                room(batch, width), room(batch, width, dtype=torch.float64),
+                room(batch * width, (depth + 1) * width, dtype=torch.int8), room(batch * width), room(batch * width),
+            )
+            for depth in inner
+        ]  # fmt: skip
+        kinds = (torch.int32, torch.float64, torch.int32)
+        return _Room(
+            Candidates(*(room(batch, self.growth.count, dtype=kind) for kind in kinds)),
+            [torch.arange(batch, dtype=torch.int32, device=device), *(r.int() for r in rows)],
+            [*beams, None],
+            [room(batch * width) + depth - (depth - 1) * width - 1 for depth in range(self.growth.depth)],
+            torch.arange(width * width, dtype=torch.int32, device=device),
+        )
+
+
+@dataclass(frozen=True)
+class _Room:
+    """What `EagleGrowingDrafting` writes, for a batch. Of every depth that is run, the root's first: rows, where its
+    outputs are kept; beams, the nodes run after it; depths, as attention takes them."""
+
+    found: Candidates
+    rows: list[torch.Tensor]
+    beams: list[Beam | None]
+    depths: list[torch.Tensor]
+    source: torch.Tensor
+
+
 class _PairStep:
     """64 pairs of one prompt over fixed buffers; a graph on a GPU. Pairs behind the prompt's end write positions that
     later ones write again."""
@@ -304,7 +417,7 @@ class MedusaDrafting:
         self.feature_layers: tuple[int, ...] = (target.config.num_layers + 1,)
         self.target, depth = target, max(map(len, choices))
         place = {(): 0} | {path: row for row, path in enumerate(choices, start=1)}
-        self.tree: DeviceTree | None = DeviceTree((-1, *(place[path[:-1]] for path in choices)), device)
+        self.tree: Tree | None = DeviceTree((-1, *(place[path[:-1]] for path in choices)), device)
         self.ranks = max(path[-1] for path in choices) + 1
         source = [(len(path) - 1) * self.ranks + path[-1] for path in choices]
         self.source = torch.tensor(source, dtype=torch.int32, device=device)
@@ -359,13 +472,16 @@ def _output(own: Matrix | None, draft_ids: torch.Tensor | None, target: GpuModel
 def open_eagle_drafting(
     config: EagleDecodingConfig, target: GpuModel, head: Eagle3Head, max_sequences: int
 ) -> EagleDrafting:
-    """As `drafters.eagle.open_eagle`; a tree has at most 63 tokens here."""
+    """As `drafters.eagle.open_eagle`; a tree has at most 63 tokens here, and runs at most 63 nodes to grow."""
     if config.num_eagle_layers not in (None, 1):
         raise OptionError(f"num_eagle_layers is {config.num_eagle_layers}", "1: an EAGLE-3 head has one layer")
+    size = target.config.vocab_size if head.draft_ids is None else len(head.draft_ids)
+    if config.use_dynamic_tree:
+        return EagleGrowingDrafting(head, target, Growth.of(config, size), max_sequences=max_sequences)
     if config.eagle_choices is None:
         return EagleDrafting(head, target, max_sequences=max_sequences)
     choices = check_choices("eagle_choices", config.eagle_choices)
-    check_ranks(choices, target.config.vocab_size if head.draft_ids is None else len(head.draft_ids))
+    check_ranks(choices, size)
     _refuse_wide(len(choices))
     return EagleTreeDrafting(head, target, choices, max_sequences=max_sequences)
 
@@ -381,4 +497,4 @@ def open_medusa_drafting(
 
 def _refuse_wide(tokens: int) -> None:
     if tokens >= MAX_STEP_ROWS:
-        raise OptionError(f"the tree has {tokens} tokens", f"at most {MAX_STEP_ROWS - 1} on a GPU")
+        raise OptionError(f"the tree takes {tokens} tokens", f"at most {MAX_STEP_ROWS - 1} on a GPU")

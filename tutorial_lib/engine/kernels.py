@@ -12,7 +12,8 @@ rows. One layer is seven launches:
     linear        down projection, whose partials the next add_norm sums
 
 A round adds `begin_round` (where every step starts), an `argmax` or `top_tokens` after each output head, and
-`finish_round` (accept, advance).
+`finish_round` (accept, advance). Trees that a round forms anew add `tree_rows`, and EAGLE-3's dynamic one `grow_tree`
+at every depth and `prune_tree`.
 
 The order in which a row's numbers are added never depends on how many rows there are: tiles and splits are fixed
 positions in K and in the sequence. So a token verified among K others gets the very logits that plain decoding gives.
@@ -30,7 +31,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from .reference import FP8, PAGE, Tap
+from .reference import FP8, PAGE, Beam, Tap
 
 MAX_PROGRAMS = 32  # attention programs per head: beyond this many pages each takes several
 MAX_LANES = 32  # query vectors (rows times heads of a group) per attention program: more would combine alone
@@ -925,6 +926,153 @@ def keep_path(cache, table, slots, starts, path, pdl: bool = False) -> None:
         cache, table, slots, starts, path, cache.stride(0), table.shape[1],
         HALVES=two * kv_heads, TOKENS=tokens, DIM=dim, DEPTH=path.shape[1], PDL=pdl and not IS_INTERPRETED,
         num_warps=1, **launch_options(pdl),
+    )  # fmt: skip
+
+
+@triton.jit
+def _tree_rows_kernel(parents_ptr, mask_ptr, depth_ptr, rows, most, ROWS: tl.constexpr, PDL: tl.constexpr):
+    """One program: one row, which walks to its root."""
+    own = tl.program_id(0)
+    parents, at = parents_ptr + own // rows * rows, own % rows
+    if PDL:
+        tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
+    column = tl.arange(0, ROWS)
+    seen, depth = (column == at).to(tl.int32), at * 0
+    for _ in range(most):
+        if at > 0:
+            at = tl.maximum(tl.load(parents + at), -1)
+            depth += (at >= 0).to(tl.int32)
+        seen = tl.where(column == at, 1, seen)
+    tl.store(mask_ptr + own * rows + column, seen.to(tl.int8), mask=column < rows)
+    tl.store(depth_ptr + own, depth)
+
+
+def tree_rows(parents, mask, depths, most: int, pdl: bool = False) -> None:
+    """What attention takes of trees at most `most` deep, from parents int32 [B, rows] (see `finish_round`): mask int8
+    [B * rows, rows] and depths int32 [B * rows]. A row without a draft sees itself, at depth 0."""
+    batch, rows = parents.shape
+    _tree_rows_kernel[(batch * rows,)](
+        parents, mask, depths, rows, most, ROWS=triton.next_power_of_2(rows), PDL=pdl and not IS_INTERPRETED,
+        num_warps=1, **launch_options(pdl),
+    )  # fmt: skip
+
+
+@triton.jit
+def _ranks(value, index, score_ptr, count, CHUNK: tl.constexpr):
+    """How many of the `count` scores at score_ptr are better than each value: larger, or equal and before it."""
+    found = tl.zeros([index.shape[0]], tl.int32)
+    for start in range(0, count, CHUNK):
+        other = start + tl.arange(0, CHUNK)
+        score = tl.load(score_ptr + other, mask=other < count, other=-float("inf"))
+        is_before = (other < count)[None, :] & (other[None, :] < index[:, None])
+        is_better = (score[None, :] > value[:, None]) | ((score[None, :] == value[:, None]) & is_before)
+        found += tl.sum(is_better.to(tl.int32), 1)
+    return found
+
+
+@triton.jit
+def _grow_tree_kernel(
+    found_token_ptr, found_score_ptr, found_parent_ptr, fresh_ptr, row_ptr,
+    number_in_ptr, sum_in_ptr, seen_in_ptr, number_out_ptr, sum_out_ptr, seen_out_ptr, word_ptr, behind_ptr,
+    found_stride, first, nodes, count, width, span_in, span_out,
+    HAS_BEAM: tl.constexpr, IS_LAST: tl.constexpr, COUNT: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: the children of one sequence's beam."""
+    b = tl.program_id(0)
+    if PDL:
+        tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
+    c = tl.arange(0, COUNT)
+    inside = c < count
+    node = b * nodes + tl.minimum(c, count - 1) // width
+    at = b * found_stride + first + c
+    score = tl.load(fresh_ptr + b * count + c, mask=inside, other=-float("inf")).to(tl.float64)
+    parent = tl.zeros([COUNT], tl.int32) - 1
+    if HAS_BEAM:
+        score += tl.load(sum_in_ptr + node)
+        parent = tl.load(number_in_ptr + node)
+    tl.store(found_score_ptr + at, score, mask=inside)
+    tl.store(found_parent_ptr + at, parent, mask=inside)
+    if not IS_LAST:
+        tl.debug_barrier()
+        rank = _ranks(score, c, found_score_ptr + b * found_stride + first, count, 32)
+        is_chosen = inside & (rank < width)
+        place = tl.cumsum(is_chosen.to(tl.int32), 0) - 1
+        is_chosen = is_chosen & (place < width)  # NaN is no better than anything: then there may be more
+        to = b * width + place
+        tl.store(number_out_ptr + to, first + c, mask=is_chosen)
+        tl.store(sum_out_ptr + to, score, mask=is_chosen)
+        tl.store(word_ptr + to, tl.load(found_token_ptr + at, mask=inside, other=0), mask=is_chosen)
+        tl.store(behind_ptr + to, tl.load(row_ptr + node), mask=is_chosen)
+        column = tl.arange(0, SPAN)
+        seen = (column[None, :] == (span_in + place)[:, None]).to(tl.int8)
+        if HAS_BEAM:
+            known = tl.load(
+                seen_in_ptr + node[:, None] * span_in + column[None, :],
+                mask=is_chosen[:, None] & (column < span_in)[None, :], other=0,
+            )  # fmt: skip
+            seen = tl.maximum(seen, known)
+        inside_span = is_chosen[:, None] & (column < span_out)[None, :]
+        tl.store(seen_out_ptr + to[:, None] * span_out + column[None, :], seen, mask=inside_span)
+
+
+def grow_tree(found, first: int, fresh, rows, before: Beam | None, after: Beam | None, width: int, pdl=False) -> None:
+    """Put the children of a beam among the candidates, and make the next beam of the `width` likeliest of them.
+
+    found: a `Candidates`, whose tokens from `first` on are in place already. fresh float32 [B, nodes * width]: their
+    log-probabilities behind their parents, parent by parent. rows int32 [B * nodes]: where the parents' outputs lie.
+    before: the beam whose children they are; None for those of the root. after: the beam to make; None for the last.
+    """
+    batch, count = fresh.shape
+    span_in = 0 if before is None else before.seen.shape[1]
+    none = (None,) * 5
+    _grow_tree_kernel[(batch,)](
+        found.tokens, found.scores, found.parents, fresh, rows, *(before or none)[:3], *(after or none),
+        found.tokens.shape[1], first, count // width, count, width, span_in, span_in + width,
+        HAS_BEAM=before is not None, IS_LAST=after is None, COUNT=triton.next_power_of_2(count),
+        SPAN=triton.next_power_of_2(span_in + width), PDL=pdl and not IS_INTERPRETED, num_warps=4,
+        **launch_options(pdl),
+    )  # fmt: skip
+
+
+@triton.jit
+def _prune_tree_kernel(
+    found_token_ptr, found_score_ptr, found_parent_ptr, row_ptr, token_ptr, parent_ptr,
+    count, rows, token_stride,
+    COUNT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: one sequence."""
+    b = tl.program_id(0)
+    if PDL:
+        tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
+    c = tl.arange(0, COUNT)
+    inside = c < count
+    at = b * count + c
+    score = tl.load(found_score_ptr + at, mask=inside, other=-float("inf"))
+    rank = _ranks(score, c, found_score_ptr + b * count, count, 32)
+    is_kept = inside & (rank < rows - 1)
+    row = tl.cumsum(is_kept.to(tl.int32), 0)
+    is_kept = is_kept & (row < rows)
+    tl.store(row_ptr + at, tl.where(is_kept, row, 0), mask=inside)
+    tl.debug_barrier()
+    parent = tl.load(found_parent_ptr + at, mask=inside, other=-1)
+    parent_row = tl.load(row_ptr + b * count + tl.maximum(parent, 0), mask=inside & (parent >= 0), other=0)
+    tl.store(token_ptr + b * token_stride + row, tl.load(found_token_ptr + at, mask=inside, other=0), mask=is_kept)
+    tl.store(parent_ptr + b * rows + row, parent_row, mask=is_kept)
+    tl.store(parent_ptr + b * rows, -1)
+
+
+def prune_tree(found, tokens, parents, pdl: bool = False) -> None:
+    """The likeliest K of the candidates become the drafts, in their order: tokens int32 [B, K + 1] behind its first
+    column, parents int32 [B, K + 1] as `finish_round` takes them. A candidate comes after its parent and is never
+    likelier, so what is left is a tree."""
+    batch, count = found.tokens.shape
+    row = torch.empty(batch, count, device=tokens.device, dtype=torch.int32)
+    _prune_tree_kernel[(batch,)](
+        found.tokens, found.scores, found.parents, row, tokens, parents, count, tokens.shape[1], tokens.stride(0),
+        COUNT=triton.next_power_of_2(count), PDL=pdl and not IS_INTERPRETED, num_warps=8, **launch_options(pdl),
     )  # fmt: skip
 
 

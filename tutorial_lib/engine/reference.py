@@ -4,6 +4,7 @@ is switched off by name. Same arguments, same results up to rounding; any device
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +44,29 @@ class Tap:
     out: torch.Tensor
     rows: torch.Tensor
     is_normed: bool = False
+
+
+class Candidates(NamedTuple):
+    """All nodes that a growing tree may come to have, in the order they were found, [B, count] each. tokens int32;
+    scores float64, the log-probability of the whole path; parents int32, the number of another candidate, -1 the
+    root."""
+
+    tokens: torch.Tensor
+    scores: torch.Tensor
+    parents: torch.Tensor
+
+
+class Beam(NamedTuple):
+    """The nodes of one depth that the layer runs next. numbers int32 [B, width]: which candidates they are; sums
+    float64 [B, width]: their scores. seen int8 [B * width, span]: which of the nodes that were run, these the last of
+    them, are on the path of each. words int32 [B * width]: their tokens; behind int32 [B * width]: where the output of
+    each one's parent lies."""
+
+    numbers: torch.Tensor
+    sums: torch.Tensor
+    seen: torch.Tensor
+    words: torch.Tensor
+    behind: torch.Tensor
 
 
 def add_norm(residual, parts, weight, eps, scale, is_quantized, pdl=False, *, out=None, tap=None):
@@ -220,6 +244,51 @@ def keep_path(cache, table, slots, starts, path, pdl=False) -> None:
         source = torch.where(row > depth + 1, starts.long() + row, aim)
         pages = [table[slots.long(), at // PAGE].long() for at in (source, aim)]
         cache[:, pages[1], :, :, aim % PAGE] = cache[:, pages[0], :, :, source % PAGE]
+
+
+def tree_rows(parents, mask, depths, most, pdl=False) -> None:
+    batch, rows = parents.shape
+    index = torch.arange(rows, device=parents.device)
+    at = index.repeat(batch, 1)
+    seen, depth = at[..., None] == index, torch.zeros_like(at)
+    for _ in range(most):
+        at = torch.where(at > 0, parents.gather(1, at.clamp_min(0)).long(), -1)
+        depth += at >= 0
+        seen |= at[..., None] == index
+    depths.copy_(depth.view(-1))
+    mask.copy_(seen.view(batch * rows, rows))
+
+
+def grow_tree(found, first, fresh, rows, before, after, width, pdl=False) -> None:
+    batch, count = fresh.shape
+    node = torch.arange(count, device=fresh.device) // width
+    own = slice(first, first + count)
+    found.scores[:, own] = fresh.double() if before is None else before.sums[:, node] + fresh.double()
+    found.parents[:, own] = -1 if before is None else before.numbers[:, node]
+    if after is None:
+        return
+    best = found.scores[:, own].sort(dim=1, descending=True, stable=True).indices[:, :width].sort(dim=1).values
+    after.numbers.copy_(first + best)
+    after.sums.copy_(found.scores[:, own].gather(1, best))
+    after.words.copy_(found.tokens[:, own].gather(1, best).view(-1))
+    after.behind.copy_(rows.view(batch, -1)[:, node].gather(1, best).view(-1))
+    itself = torch.eye(width, dtype=torch.int8, device=fresh.device).repeat(batch, 1)
+    if before is None:
+        after.seen.copy_(itself)
+    else:
+        seen = before.seen.view(batch, width, -1).gather(1, node[best][..., None].expand(-1, -1, before.seen.shape[1]))
+        after.seen.copy_(torch.cat([seen.flatten(0, 1), itself], 1))
+
+
+def prune_tree(found, tokens, parents, pdl=False) -> None:
+    count = tokens.shape[1] - 1
+    kept = found.scores.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(dim=1).values
+    rows = torch.arange(1, count + 1, dtype=torch.int32, device=tokens.device).expand_as(kept)
+    row_of = torch.zeros_like(found.parents).scatter_(1, kept, rows)
+    parent = found.parents.gather(1, kept).long()
+    tokens[:, 1:] = found.tokens.gather(1, kept)
+    parents[:, 0] = -1
+    parents[:, 1:] = torch.where(parent < 0, 0, row_of.gather(1, parent.clamp_min(0)))
 
 
 def gather_pairs(slots, length, row, kept, text, features, slot_rows, pairs, pdl=False):
