@@ -58,7 +58,7 @@ class Setting:
 
     @property
     def label(self) -> str:
-        return self.name if self.is_tree else f"{self.name} K={self.max_draft_len}"
+        return self.name if self.is_tree or not self.max_draft_len else f"{self.name} K={self.max_draft_len}"
 
 
 @dataclass(frozen=True)
@@ -246,12 +246,17 @@ class Observed:
         rows = {len(r.drafted) + 1 for g in answers.values() for r in g.rounds} if setting.is_tree else set()
         return cls(setting, answers, drafts, llm.time_steps(sorted({1, *rows}), context) if rows else {})
 
-    def first_round_s(self, generation: Generation) -> float:
-        """What the first round took beside drafting and verifying: a draft model reads the prompt there."""
-        if not generation.rounds:
-            return 0.0
-        first = generation.rounds[0]
-        return max(0.0, first.end_s - generation.ttft_s - first.draft_s - first.verify_s)
+    def prefill_ratio(self, plain: Mapping[str, Generation]) -> float:
+        """What a request waits before its rounds, in plain decoding's time to first token: the drafter reads the prompt
+        as well, partly in the first round, beside drafting and verifying. A median, so that a hiccup counts once."""
+
+        def waits_s(g: Generation) -> float:
+            if not g.rounds:
+                return g.ttft_s
+            first = g.rounds[0]
+            return g.ttft_s + max(0.0, first.end_s - g.ttft_s - first.draft_s - first.verify_s)
+
+        return statistics.median(waits_s(g) / plain[key].ttft_s for key, g in self.answers.items())
 
 
 def _context(requests: Sequence[Request], params: SamplingParams) -> int:
@@ -269,39 +274,53 @@ def predict(session: Session, observed: Mapping[str, Observed], row_s: Mapping[i
     machine between the two cancels.
     """
     plain = session.generations[PLAIN][0]
-    step_s = statistics.mean(r.verify_s for g in plain.values() for r in g.rounds)
-    scale = step_s / row_s[1]
-    categories = {r.key: r.category for r in session.requests}
-    plain_s = _by_category(categories, {key: g.latency_s for key, g in plain.items()})
-    found = [Prediction(Setting(PLAIN, DrafterOptions()), 1.0, dict.fromkeys(plain_s, 1.0), None, 1e3 * step_s)]
+    step_s = statistics.median(r.verify_s for g in plain.values() for r in g.rounds)
+    basis = Basis(plain, {r.key: r.category for r in session.requests}, step_s, row_s, step_s / row_s[1])
+    found = [Prediction(Setting(PLAIN, DrafterOptions()), 1.0, dict.fromkeys(basis.plain_s, 1.0), None, 1e3 * step_s)]
     for seen in observed.values():
         largest = seen.setting.max_draft_len
         for k in (None,) if seen.setting.is_tree or largest is None else range(1, largest + 1):
-            found.append(_prediction(seen, k, row_s, scale, categories, plain_s))
+            found.append(_prediction(seen, k, basis))
     return sorted(found, key=lambda p: -p.speedup)
 
 
-def _prediction(
-    seen: Observed,
-    k: int | None,
-    row_s: Mapping[int, float],
-    scale: float,
-    categories: Mapping[str, str],
-    plain_s: Mapping[str, float],
-) -> Prediction:
+@dataclass(frozen=True)
+class Basis:
+    """What all predictions of a session share: plain answers, the category of every request, a plain step's median
+    seconds, a pass by rows as timed apart, and what to scale timed seconds by."""
+
+    plain: Mapping[str, Generation]
+    categories: Mapping[str, str]
+    step_s: float
+    row_s: Mapping[int, float]
+    scale: float
+
+    @property
+    def plain_s(self) -> dict[str, float]:
+        """By category: time to first token, and a median step for every further token."""
+        return self.by_category({key: g.ttft_s + len(g.rounds) * self.step_s for key, g in self.plain.items()})
+
+    def by_category(self, seconds: Mapping[str, float]) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for key, value in seconds.items():
+            found[self.categories[key]] = found.get(self.categories[key], 0.0) + value
+        return found
+
+
+def _prediction(seen: Observed, k: int | None, basis: Basis) -> Prediction:
+    """k: None for a tree, which is predicted as it ran."""
     setting = (
         seen.setting if k is None else replace(seen.setting, options=replace(seen.setting.options, max_draft_len=k))
     )
     rate = unknown_rate(list(seen.answers.values()), seen.setting.max_draft_len or 0)
+    row_s, prefill = basis.row_s if k is not None else seen.row_s, seen.prefill_ratio(basis.plain)
     seconds, emitted, rounds, in_rounds = {}, 0, 0, 0.0
     for key, g in seen.answers.items():
-        own = seen.first_round_s(g)
-        for depth, rows, tokens in _rounds(seen, g, k, rate):
-            took = between(seen.draft_s, depth) + between(row_s if k is not None else seen.row_s, rows)
-            emitted, rounds, in_rounds = emitted + tokens, rounds + 1, in_rounds + scale * took
-            own += scale * took
-        seconds[key] = g.ttft_s + own
-    spent = _by_category(categories, seconds)
+        ran = _rounds(seen, g, k, rate)
+        own = sum(basis.scale * (between(seen.draft_s, depth) + between(row_s, rows)) for depth, rows, _ in ran)
+        seconds[key] = prefill * basis.plain[key].ttft_s + own
+        emitted, rounds, in_rounds = emitted + sum(n for *_, n in ran), rounds + len(ran), in_rounds + own
+    plain_s, spent = basis.plain_s, basis.by_category(seconds)
     return Prediction(
         setting,
         sum(plain_s.values()) / sum(spent.values()),
@@ -318,13 +337,6 @@ def _rounds(seen: Observed, g: Generation, k: int | None, rate: float) -> list[t
     asked, is_lookup = seen.setting.max_draft_len or k, seen.setting.method in LOOKUPS
     outcomes = redraft(g, k, asked=asked, is_lookup=is_lookup, unknown_right=rate)
     return [(o.depth, o.depth + 1, o.emitted) for o in outcomes]
-
-
-def _by_category(categories: Mapping[str, str], seconds: Mapping[str, float]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for key, value in seconds.items():
-        found[categories[key]] = found.get(categories[key], 0.0) + value
-    return found
 
 
 # ---- what is verified ------------------------------------------------------------------------------------------------
@@ -363,7 +375,13 @@ def _document(
     predictions: Sequence[Prediction], verified: Session | None, session: Session, profile: Profile
 ) -> dict[str, Any]:
     rows = (
-        [] if verified is None else [_verified(p, verified) for p in predictions if p.setting.label in verified.records]
+        []
+        if verified is None
+        else [
+            _verified(p, verified)
+            for p in predictions
+            if p.setting.name != PLAIN and p.setting.label in verified.records
+        ]
     )
     rows.sort(key=lambda row: -row["speedup"])
     document: dict[str, Any] = {
@@ -382,9 +400,15 @@ def _document(
         "choice": choice,
         "is_verified": bool(rows),
         "margin": choice["speedup"] / others[0]["speedup"] - 1 if others else 0.0,
-        "is_clear": bool(rows) and min(_repeats(choice)) > max(max(_repeats(other)) for other in others),
+        "is_clear": bool(rows) and _is_clear(choice, others),
         "does_not_pay": dict(sorted(worse.items(), key=lambda item: item[1])),
     }
+
+
+def _is_clear(choice: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> bool:
+    """Was it ahead of every other in every repeat? One repeat cannot tell."""
+    several = max(len(_repeats(candidate)) for candidate in (choice, *others)) > 1
+    return several and min(_repeats(choice)) > max(max(_repeats(other)) for other in others)
 
 
 def _repeats(candidate: Mapping[str, Any]) -> list[float]:
