@@ -120,7 +120,7 @@ class LLM:
         with ExitStack() as unless_open:
             self._metrics: LiveMetrics | None = None
             if metrics_port is not None:  # a port that is taken is told before anything is loaded
-                self._metrics = LiveMetrics(metrics_port, without_folders([model]))
+                self._metrics = LiveMetrics(metrics_port, without_folders([str(model)]))
                 unless_open.callback(self._metrics.close)
             self._backend = make(
                 model,
