@@ -14,6 +14,7 @@ import tutorial_lib
 from tutorial_lib.api import LLM
 from tutorial_lib.backends import torch_backend, torch_drafters
 from tutorial_lib.config import (
+    DecodingBaseConfig,
     DraftTargetDecodingConfig,
     EagleDecodingConfig,
     LayerSkipDecodingConfig,
@@ -96,28 +97,38 @@ def test_heads_are_opened_by_their_module(config, module, function, texts, monke
 # ---- refusals -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        (LookaheadDecodingConfig(), ["does not run LookaheadDecodingConfig on a GPU", "EagleDecodingConfig"]),
-    ],
-)
-def test_what_a_gpu_does_not_run_yet_is_refused_before_any_work(config, words, monkeypatch):
+class Unheard(DecodingBaseConfig):
+    decoding_type = "Unheard"
+
+
+def test_a_method_that_the_backend_lacks_is_refused():
+    with pytest.raises(OptionError, match="does not run Unheard.*LookaheadDecodingConfig.*choose one"):
+        torch_drafters.refuse_unsupported(Unheard(), "cpu")
+
+
+def test_a_threshold_is_refused_on_a_gpu_before_any_work(monkeypatch):
     monkeypatch.setattr(torch_backend, "choose_device", lambda device: "cuda")
+    config = DraftTargetDecodingConfig(speculative_model_dir="x", confidence_threshold=0.5)
     with pytest.raises(OptionError) as error:
         LLM("nowhere", speculative_config=config)
     message = str(error.value)
-    assert all(word in message for word in [*words, "device='cpu'"]) and "\n" not in message
-
-
-def test_a_threshold_is_refused_on_a_gpu():
-    config = DraftTargetDecodingConfig(speculative_model_dir="x", confidence_threshold=0.5)
-    with pytest.raises(
-        OptionError, match=r"on a GPU cannot honour DraftTargetDecodingConfig\(confidence_threshold=…\)"
-    ):
-        torch_drafters.refuse_unsupported(config, "cuda")
+    words = ("on a GPU cannot honour DraftTargetDecodingConfig(confidence_threshold=…)", "save no time", "device='cpu'")
+    assert all(word in message for word in words) and "\n" not in message
     torch_drafters.refuse_unsupported(config, "cpu")
     torch_drafters.refuse_unsupported(DraftTargetDecodingConfig(speculative_model_dir="x"), "cuda")
+
+
+def test_a_round_on_a_gpu_has_room_for_what_a_method_drafts():
+    def rows(config):
+        return torch_drafters.gpu_draft_rows(config, None, SimpleNamespace(vocab_size=320))
+
+    tree = {"speculative_model_dir": "x", "use_dynamic_tree": True, "max_draft_len": 5}
+    assert rows(DraftTargetDecodingConfig(speculative_model_dir="x", max_draft_len=6)) == 6
+    assert rows(EagleDecodingConfig(speculative_model_dir="x", eagle_choices=[[0], [1], [0, 0]])) == 3
+    assert rows(EagleDecodingConfig(**tree, dynamic_tree_max_topK=3, max_total_draft_tokens=10)) == 12
+    assert rows(LookaheadDecodingConfig()) == 15 and rows(LOOKAHEAD) == 9
+    with pytest.raises(OptionError, match="65 tokens.*63.*W, N or G"):
+        rows(LookaheadDecodingConfig(max_window_size=15, max_ngram_size=4, max_verification_set_size=7))
 
 
 @pytest.mark.parametrize(
@@ -144,5 +155,5 @@ def test_heads_given_as_a_draft_model(content, needed, texts, tmp_path):
 
 
 def test_every_configuration_is_a_name_of_the_package():
-    for kind in (*torch_drafters.ON_CPU, *torch_drafters.ON_GPU):
+    for kind in torch_drafters.RUNS:
         assert getattr(tutorial_lib, kind.__name__) is kind

@@ -14,7 +14,6 @@ from ..config import (
     DecodingBaseConfig,
     DraftTargetDecodingConfig,
     KvCacheConfig,
-    SADecodingConfig,
     SamplingParams,
     SimulatedAcceptance,
 )
@@ -29,6 +28,7 @@ from ..errors import OptionError
 from ..models import Checkpoint, check_pair, load_tokenizer, resolve
 from ..results import Generation
 from .torch_drafters import (
+    ON_HOST,
     gpu_draft_rows,
     make_drafter,
     make_drafting,
@@ -281,7 +281,8 @@ def _assemble_gpu(
     simulated: SimulatedAcceptance | None,
     kernels_off: Sequence[str],
 ) -> Engine:
-    from ..engine.drafting import ModelDrafting
+    from ..drafters.lookahead import LookaheadDrafter
+    from ..engine.drafting import ModelDrafting, OpenTree
     from ..engine.gpu_build import load_gpu_model
     from ..engine.gpu_engine import GpuEngine
     from ..engine.gpu_model import MAX_STEP_ROWS, Ops, compile_steps
@@ -308,7 +309,10 @@ def _assemble_gpu(
         drafting: Any = ModelDrafting(*load_gpu_model(drafter, max_draft_len=k, kv_dtype=kv_dtype, ops=ops))
     else:
         drafting = make_drafting(config, model, target.eos_token_ids, head, target.max_batch_size)
-    is_on_host = isinstance(config, SADecodingConfig)
+    is_on_host = isinstance(config, ON_HOST)
+    host_tree = None
+    if isinstance(drafting, LookaheadDrafter) and drafting.max_tokens:
+        host_tree = OpenTree(drafting.max_tokens, drafting.max_depth, model.device)
     of_draft = [(drafting.model, (MAX_STEP_ROWS, 2, 1))] if isinstance(drafting, ModelDrafting) else []
     compile_steps([(model, (MAX_STEP_ROWS, 1, k + 1)), *of_draft])
     return GpuEngine(
@@ -319,6 +323,7 @@ def _assemble_gpu(
         max_seq_len=target.max_seq_len,
         drafting=None if is_on_host else drafting,
         host_drafter=drafting if is_on_host else None,
+        host_tree=host_tree,
         max_draft_len=k,
         simulated_acceptance=simulated,
     )

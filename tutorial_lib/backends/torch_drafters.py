@@ -28,15 +28,16 @@ if TYPE_CHECKING:
     from ..engine.drafting import Drafting
     from ..engine.gpu_model import GpuModel
 
-ON_GPU = (
+RUNS = (
     DraftTargetDecodingConfig,
     NGramDecodingConfig,
     SADecodingConfig,
+    LookaheadDecodingConfig,
     LayerSkipDecodingConfig,
     MedusaDecodingConfig,
     EagleDecodingConfig,
 )
-ON_CPU = (*ON_GPU, LookaheadDecodingConfig)
+ON_HOST = (SADecodingConfig, LookaheadDecodingConfig)  # draft on the host on a GPU too
 HEADS: dict[type[DecodingBaseConfig], tuple[str, str, str]] = {  # module, function, the heads for embedded:target
     MedusaDecodingConfig: ("medusa", "open_medusa", "embedded:medusa"),
     EagleDecodingConfig: ("eagle", "open_eagle", "embedded:eagle3"),
@@ -47,17 +48,18 @@ def refuse_unsupported(config: DecodingBaseConfig | None, device: str) -> None:
     """`OptionError` for a method or an option of it that this backend does not run on `device`."""
     if config is None:
         return
-    name, can = type(config).__name__, ON_GPU if device == "cuda" else ON_CPU
-    if not isinstance(config, can):
+    name = type(config).__name__
+    if not isinstance(config, RUNS):
         raise OptionError(
-            f"the torch backend does not run {name} on a {'GPU' if device == 'cuda' else 'CPU'}",
-            f"one of {', '.join(kind.__name__ for kind in can)}",
-            "use device='cpu', or choose one of these" if isinstance(config, ON_CPU) else "choose one of these",
+            f"the torch backend does not run {name}",
+            f"one of {', '.join(kind.__name__ for kind in RUNS)}",
+            "choose one of these",
         )
     if device == "cuda" and getattr(config, "confidence_threshold", None) is not None:
         raise OptionError(
             f"the torch backend on a GPU cannot honour {name}(confidence_threshold=…)",
-            "None: its rounds always draft max_draft_len tokens",
+            "None: a round there is one graph that always drafts and verifies max_draft_len tokens, so that ending a "
+            "draft early would save no time and only lose tokens",
             "leave it out, or use device='cpu'",
         )
     if device == "cuda" and config.draft_len_schedule is not None:
@@ -137,6 +139,17 @@ def gpu_draft_rows(config: DecodingBaseConfig | None, head: Checkpoint | None, t
         from ..engine.head_drafting import Growth
 
         return Growth.of(config, target.vocab_size).reach
+    if isinstance(config, LookaheadDecodingConfig):
+        from ..drafters.lookahead import LookaheadDrafter
+        from ..engine.gpu_model import MAX_STEP_ROWS
+
+        if (tokens := LookaheadDrafter(config, ()).max_tokens) >= MAX_STEP_ROWS:
+            raise OptionError(
+                f"lookahead's window and n-grams are up to {tokens} tokens",
+                f"at most {MAX_STEP_ROWS - 1} on a GPU",
+                "make W, N or G smaller",
+            )
+        return tokens
     return config.max_draft_len if config else 0
 
 
@@ -147,7 +160,7 @@ def make_drafting(
     head: Checkpoint | None,
     max_sequences: int,
 ) -> Drafting | Drafter | None:
-    """`make_drafter` for a GPU: what drafts inside a round's graph, or for suffix decoding on the host."""
+    """`make_drafter` for a GPU: what drafts inside a round's graph, or on the host for a configuration in `ON_HOST`."""
     if isinstance(config, NGramDecodingConfig):
         from ..engine.drafting import NGramDrafting
 
@@ -156,6 +169,10 @@ def make_drafting(
         from ..drafters.suffix import SuffixDrafter
 
         return SuffixDrafter(config, stop_ids)
+    if isinstance(config, LookaheadDecodingConfig):
+        from ..drafters.lookahead import LookaheadDrafter
+
+        return LookaheadDrafter(config, stop_ids)
     if isinstance(config, LayerSkipDecodingConfig):
         from ..drafters.layer_skip import layers_to_skip
         from ..engine.drafting import ModelDrafting
