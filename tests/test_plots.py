@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tutorial_lib.bench.published import POSTS
 from tutorial_lib.show import plots
 
 CATEGORIES = ("chat", "code", "translation")
@@ -287,19 +286,6 @@ def test_prediction_title_counts_what_lies_within_ten_percent():
     ]
     figure = plots.plot_predicted_speedup(points, three_runs())
     assert title(figure) == "The cost model is within 10 % in 1 of 2 cases (largest error 33%)"
-
-
-def test_published_and_measured_figures_share_no_axis_and_name_their_machines():
-    figure = plots.plot_published_beside_measured(three_runs(), POSTS)
-    by_name = {name: [t for t in figure.data if t.name == name] for name in ("published", "measured")}
-    assert len(by_name["published"]) == len(POSTS) and len(by_name["measured"]) == 3
-    assert {t.xaxis for t in by_name["published"]} == {"x"} and {t.xaxis for t in by_name["measured"]} == {"x2"}
-    assert figure.layout.yaxis2.matches is None and figure.layout.yaxis.range != figure.layout.yaxis2.range
-    assert all(t.marker.color == "white" for t in by_name["published"])  # hollow, whatever the method
-    assert "published, H200" in shown_text(figure) and "measured, Test CPU, 2 cores" in shown_text(figure)
-    assert "up to 3.61×" in title(figure) and "1.50× with the draft model" in title(figure)
-    marks = "".join(t.x[0] for t in by_name["published"])
-    assert marks.count("*") == 1 and marks.count("†") == 1  # the derived and the second-hand row
 
 
 def test_names_from_records_cannot_inject_markup():

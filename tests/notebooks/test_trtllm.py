@@ -22,6 +22,7 @@ from tutorial_lib.models import load_tokenizer, resolve
 
 STANDIN = Path(__file__).parents[1] / "standin"
 TIME_BOX_S = 120
+OF_RECORDS_ONLY = ("evidence", "076e5fec")  # cells of notebook 07 that show no run of the stand-in
 PLOTLY = "application/vnd.plotly.v1+json"
 FEW = {
     "01_engine_compilation": {},
@@ -121,6 +122,7 @@ def test_figures_of_the_stand_in_say_that_they_are_simulated(run, lesson: str) -
     figures = [
         json.dumps(output.data[PLOTLY]["layout"])
         for cell in notebook.cells
+        if cell.id not in OF_RECORDS_ONLY
         for output in cell.get("outputs", [])
         if PLOTLY in output.get("data", {}) and output.data[PLOTLY]["data"]
     ]

@@ -26,7 +26,6 @@ import plotly.io as pio
 from plotly.io._base_renderers import MimetypeRenderer
 from plotly.subplots import make_subplots
 
-from ..bench.published import PostRow
 from .recorded import machine_words
 
 Record = Mapping[str, Any]
@@ -883,63 +882,4 @@ def plot_predicted_speedup(points: Sequence[Mapping[str, Any]], runs: Sequence[R
     _layout(figure, title, runs, height=520, **axes)
     figure.update_xaxes(range=ends)
     figure.update_yaxes(range=ends)
-    return figure
-
-
-# --- beside what others published ---------------------------------------------------------------------------------
-
-
-def plot_published_beside_measured(runs: Sequence[Record], published: Sequence[PostRow]) -> go.Figure:
-    """Two panels that share no axis: left what the posts published (hollow bars), right what was measured here."""
-    where = " and ".join(dict.fromkeys(row.gpus.split("x ")[-1] for row in published))
-    headings = [f"published, {where}", f"measured, {machine_of(runs)}"]
-    figure = make_subplots(rows=1, cols=2, subplot_titles=headings, column_widths=[0.62, 0.38], horizontal_spacing=0.1)
-    for row in published:
-        style = method_style("plain" if row.drafter is None else "draft_target")
-        mark = {"stated": "", "derived": "*", "second-hand": "†"}[row.certainty]
-        name = html.escape(f"{row.target}|{'plain' if row.drafter is None else '+ ' + row.drafter}", quote=False)
-        figure.add_bar(
-            x=[name.replace("Llama ", "").replace("|", "<br>") + mark],
-            y=[row.output_tok_s],
-            marker={
-                "color": "white",
-                "line": {"color": style.color, "width": 2},
-                "pattern": {"shape": "/", "fgcolor": style.color, "size": 8, "solidity": 0.15},
-            },
-            text=[f"{row.output_tok_s:.0f}<br>{row.speedup:.2f}×"],
-            textposition="outside",
-            cliponaxis=False,
-            hovertext=[html.escape(f"{row.gpus}; {row.certainty}{'; ' + row.how if row.how else ''}; {row.source}")],
-            hoverinfo="text",
-            name="published",
-            row=1,
-            col=1,
-        )
-    for run in runs:
-        value, gain = figure_of(run, "output_tok_s"), speedup(run, runs)
-        figure.add_bar(
-            x=[label_of(run, runs).replace(" ", "<br>", 1)],
-            y=[value],
-            marker=_bar_look(run),
-            text=["no value" if value is None else f"{value:.0f}" + (f"<br>{gain:.2f}×" if gain else "")],
-            textposition="outside",
-            cliponaxis=False,
-            hoverinfo="x+y",
-            name="measured",
-            row=1,
-            col=2,
-        )
-    best = max((row.speedup for row in published), default=math.nan)
-    gains = [(gain, method_style(run["method"]).label) for run in _speculative(runs) if (gain := speedup(run, runs))]
-    ours = "nothing yet" if not gains else f"{max(gains)[0]:.2f}× with the {max(gains)[1]}"
-    _layout(figure, f"Published up to {best:.2f}×; measured here, on other models: {ours}", runs, height=520)
-    tops = ([row.output_tok_s for row in published], [figure_of(run, "output_tok_s") or 0 for run in runs])
-    for column, values in enumerate(tops, start=1):
-        figure.update_yaxes(range=[0, 1.25 * max(values, default=1)], row=1, col=column)
-    figure.update_yaxes(title_text="output throughput<br>(output tokens / s, TTFT included)", col=1)
-    figure.update_layout(showlegend=False, margin_t=150, margin_b=100, bargap=0.25)
-    note = "bars: output tokens / s and speed-up over plain decoding of the same target. * derived, † second-hand"
-    figure.add_annotation(
-        text=note, x=0, y=-0.2, xref="paper", yanchor="top", yref="paper", showarrow=False, font={"size": 12}
-    )
     return figure
