@@ -189,9 +189,20 @@ def test_both_profiles_run_the_same_code_with_their_own_device_and_number_format
 def test_every_method_runs_on_both_devices():
     from tutorial_lib.backends.torch_drafters import refuse_unsupported
 
-    for method in METHODS.values():
+    for method in methods.ALL.values():
         for device in ("cpu", "cuda"):
             refuse_unsupported(method.make(5, "embedded:draft"), device)
+
+
+def test_a_gpu_runs_the_wide_trees_too_and_a_cpu_when_asked():
+    """Fixed trees are beginnings of the order on the heads' card, whose parents come first."""
+    names = {device: methods._chosen(replace(PROFILES["cpu"], device=device), None) for device in ("cpu", "cuda")}
+    assert names["cpu"] == list(METHODS) and names["cuda"] == [*METHODS, *methods.WIDE_TREES]
+    assert methods._chosen(PROFILES["cpu"], ["eagle3_fixed16"]) == ["eagle3_fixed16"]
+    for nodes in (16, 32, 63):
+        config = methods.WIDE_TREES[f"eagle3_fixed{nodes}"].make(5, "")
+        assert len(config.eagle_choices) == nodes and config.max_draft_len == max(map(len, config.eagle_choices)) > 3
+        assert json.dumps(options_of(config))
 
 
 def test_options_are_told_as_they_differ_from_the_defaults():

@@ -176,8 +176,8 @@ def random_heads(method: str, target):
         return Matrix(torch.randn(rows, columns, generator=generator) * 2 / columns**0.5)
 
     if method == "medusa":
-        blocks = ((torch.randn(3, width, width, generator=generator) * 2 / width**0.5, torch.zeros(3, width)),)
-        heads = MedusaHeads(3, blocks, (), ids, None, False)
+        blocks = ((torch.randn(4, width, width, generator=generator) * 2 / width**0.5, torch.zeros(4, width)),)
+        heads = MedusaHeads(4, blocks, (), ids, None, False)
         return MedusaDrafting(heads, target, CHOICES), len(CHOICES)
     one = torch.ones(width)
     attended = shape.num_heads * shape.head_dim

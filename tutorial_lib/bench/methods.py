@@ -1,12 +1,14 @@
 """Every drafting method in one interleaved session: the same prompts, the same target, the same machine.
 
-`METHODS` is the list: which options each method runs with, and why these. What cannot run here (a method that this
-device does not have, heads that were never trained) is left out, and the record says so with the reason. Times, text
-and predictions come from `measure`, the figures from `metrics`; this module only chooses, opens and gathers.
+`METHODS` is the list: which options each method runs with, and why these; `WIDE_TREES` are run on a GPU too. What
+cannot run here (a method that this device does not have, heads that were never trained) is left out, and the record
+says so with the reason. Times, text and predictions come from `measure`, the figures from `metrics`; this module only
+chooses, opens and gathers.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -28,6 +30,7 @@ from ..config import (
 )
 from ..config import profile as profile_named
 from ..errors import OptionError, WorkbookError
+from ..models import EMBEDDED_HEADS
 from ..results import Generation, without_folders, write_records
 from . import energy
 from .measure import (
@@ -100,6 +103,39 @@ METHODS = {
 }  # fmt: skip
 
 
+def shipped_tree(nodes: int, heads: str = "embedded:eagle3") -> list[list[int]]:
+    """The first `nodes` paths of the order that was chosen from measured ranks: every beginning of it is a tree."""
+    card = json.loads((EMBEDDED_HEADS[heads] / "card.json").read_text(encoding="utf-8"))
+    return card["tree"][:nodes]
+
+
+def _fixed(nodes: int) -> Method:
+    return Method(
+        f"eagle3_fixed{nodes}",
+        lambda *_: EagleDecodingConfig(speculative_model_dir="embedded:eagle3", eagle_choices=shipped_tree(nodes)),
+        f"the {nodes} paths that most often were right on the training text",
+    )
+
+
+WIDE_TREES = {  # for a GPU, to which 16 rows are as one and 64 not many more; a CPU computes row by row
+    method.name: method
+    for method in (
+        _fixed(16),
+        _fixed(32),
+        _fixed(63),
+        Method(
+            "eagle3_dynamic32",
+            lambda k, _: EagleDecodingConfig(
+                max_draft_len=k, speculative_model_dir="embedded:eagle3",
+                use_dynamic_tree=True, dynamic_tree_max_topK=6, max_total_draft_tokens=32,
+            ),
+            "the 32 likeliest nodes of a beam of six: as many as a fixed tree's, chosen anew every round",
+        ),
+    )
+}  # fmt: skip
+ALL = METHODS | WIDE_TREES
+
+
 def bench_methods(
     profile: Profile | str,
     *,
@@ -118,10 +154,10 @@ def bench_methods(
 ) -> dict[str, Any]:
     """Plain decoding and every method in turns, on the profile's target, number format and device.
 
-    methods: names from `METHODS`, default all; plain always runs. prompts: all of these; without, the profile's number
-    per category of the bundled ones. temperature, rules, price_per_hour: as in `measure.bench`. Returns {"experiment",
-    "profile", "runs", "summary"}: the summary is that of `measure.bench`, with an entry for every method in
-    "methods", and for every one left out its reason in "left_out". Raises `WorkbookError`s.
+    methods: names from `ALL`, default `METHODS` and on a GPU all; plain always runs. prompts: all of these; without,
+    the profile's number per category of the bundled ones. temperature, rules, price_per_hour: as in `measure.bench`.
+    Returns {"experiment", "profile", "runs", "summary"}: the summary is that of `measure.bench`, with an entry for
+    every method in "methods", and for every one left out its reason in "left_out". Raises `WorkbookError`s.
     """
     profile = profile_named(profile) if isinstance(profile, str) else profile
     chosen = _chosen(profile, methods)
@@ -129,7 +165,7 @@ def bench_methods(
     check_rules(rules)
     energy.check_price(price_per_hour)
     params = sampling(profile.max_tokens, temperature)
-    configs = {name: METHODS[name].make(max_draft_len, profile.drafter) for name in chosen}
+    configs = {name: ALL[name].make(max_draft_len, profile.drafter) for name in chosen}
     with ExitStack() as stack:
         llms, left_out = _open(profile, configs, prompts[0], make_llm or _make_llm, stack, say)
         calibration = Calibration(llms[PLAIN], {n: llm for n, llm in llms.items() if n != PLAIN}, params)
@@ -158,9 +194,10 @@ def _chosen(profile: Profile, methods: Sequence[str] | None) -> list[str]:
             "one of the workbook's own engine",
             "choose profile cpu or h200",
         )
-    names = [name for name in (METHODS if methods is None else methods) if name != PLAIN]
-    if unknown := [name for name in names if name not in METHODS]:
-        raise OptionError(f"method {unknown[0]!r} is unknown", f"some of {', '.join(METHODS)}", "choose of these")
+    by_default = ALL if profile.device == "cuda" else METHODS
+    names = [name for name in (by_default if methods is None else methods) if name != PLAIN]
+    if unknown := [name for name in names if name not in ALL]:
+        raise OptionError(f"method {unknown[0]!r} is unknown", f"some of {', '.join(ALL)}", "choose of these")
     if not names or len(set(names)) < len(names):
         raise OptionError(
             f"methods are {', '.join(methods or ()) or 'none'}", "at least one drafting method, each once"
@@ -298,7 +335,7 @@ def _entry(name: str, session: Session, predicted: Mapping[str, Any]) -> dict[st
     return {
         "name": name,
         "options": record["options"],
-        "why": METHODS[name].why,
+        "why": ALL[name].why,
         **{key: figures[key] for key in same},
         "draft_ms": figures["draft_ms_per_round"],
         "verify_ms": figures["verify_ms_per_round"],
