@@ -27,7 +27,7 @@ from tutorial_lib.config import (
     SimulatedAcceptance,
 )
 from tutorial_lib.drafters.checkpoints import read_eagle3, read_medusa
-from tutorial_lib.engine.drafting import DeviceTree, ModelDrafting
+from tutorial_lib.engine.drafting import DeviceTree, ModelDrafting, Unbound
 from tutorial_lib.engine.gpu_model import GpuModel, Taps
 from tutorial_lib.engine.head_drafting import open_eagle_drafting, open_medusa_drafting
 from tutorial_lib.engine.model import ModelConfig
@@ -170,14 +170,10 @@ def test_a_tree_of_the_truth_is_accepted_along_its_path(target, monkeypatch):
     for row, path in enumerate(map(tuple, CHOICES), start=1):
         place[path] = row
 
-    class Known:
+    class Known(Unbound):
         vocab_size, feature_layers = target.config.vocab_size, ()
         tree = DeviceTree((-1, *(place[tuple(path[:-1])] for path in CHOICES)), "cpu")
         wanted, rounds = [(0, 0, 1), (1, 0), (2,), (), (0, 1), (0, 0, 0)], 0
-
-        def take(self, *_): ...
-
-        def begin(self, *_): ...
 
         def draft(self, round) -> None:
             length = int(round.state.length[round.slots[0]])

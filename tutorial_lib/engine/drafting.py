@@ -18,7 +18,7 @@ from .gpu_model import GpuModel
 from .sampling import Purpose
 
 if TYPE_CHECKING:
-    from .graph import RoundProgram
+    from .graph import DeviceState, RoundProgram
 
 Take = Callable[[int, torch.Tensor], None]  # (first position, features [64, F * H])
 
@@ -79,11 +79,17 @@ Tree = DeviceTree | OpenTree
 class Drafting(Protocol):
     """vocab_size: ids from here on mean nothing to it and are read as id 0 (a guess costs speed only). tree: None for
     a chain. feature_layers: hidden states it wants of the target, as in `drafters.base`; they lie in
-    `round.state.features`."""
+    `round.state.features`. caches: [layers, pages, ...] each, read through the table of the target's. ahead: how many
+    tokens behind a position its keys depend on. is_following: rounds without drafts leave nothing to catch up."""
 
     vocab_size: int
     tree: Tree | None
     feature_layers: tuple[int, ...]
+    ahead: int
+    is_following: bool
+
+    @property
+    def caches(self) -> Sequence[torch.Tensor]: ...
 
     def take(self, prompt_ids: Sequence[int], table: torch.Tensor, slot: int) -> Take | None:
         """What to do with each prefill step's features of a prompt; None if nothing."""
@@ -94,6 +100,30 @@ class Drafting(Protocol):
     def draft(self, round: RoundProgram) -> torch.Tensor | None:
         """K tokens per sequence into `round.tokens[:, 1:]`; returns q float32 [B, K, V] if they were sampled."""
 
+    def follow(self, round: RoundProgram) -> None:
+        """What a round without drafts does, so that later ones can draft."""
+
+    def catch_up(self, state: DeviceState, slot: int, text: Sequence[int], drafted: int, k: int) -> None:
+        """The next round of `slot` has K = k and the one before had another, or its prompt was not read. `text` is all
+        there is by now; of it `drafted` positions are right in the drafter's cache."""
+
+
+class Unbound:
+    """What drafters without a cache of their own have in common."""
+
+    caches: Sequence[torch.Tensor] = ()
+    ahead = 0
+    is_following = True
+
+    def take(self, prompt_ids: Sequence[int], table: torch.Tensor, slot: int) -> Take | None:
+        return None
+
+    def begin(self, ids: Sequence[int], table: torch.Tensor, slot: int, start: int) -> None: ...
+
+    def follow(self, round: RoundProgram) -> None: ...
+
+    def catch_up(self, state: DeviceState, slot: int, text: Sequence[int], drafted: int, k: int) -> None: ...
+
 
 class ModelDrafting:
     """A smaller model drafts a chain. head_ids: int64 [V_d], the target ids of its output rows, or None if row i is
@@ -101,8 +131,11 @@ class ModelDrafting:
 
     The first step feeds each sequence's last two tokens. The one before last is new to the drafter only if everything
     was accepted in the round before; otherwise its keys are written again as they are. So no round needs to know how
-    the one before ended.
+    the one before ended. Rounds without drafts pass it by: what they wrote it reads when it is to draft again.
     """
+
+    ahead = 0
+    is_following = False
 
     tree: Tree | None = None
     feature_layers: tuple[int, ...] = ()
@@ -110,11 +143,21 @@ class ModelDrafting:
     def __init__(self, model: GpuModel, head_ids: torch.Tensor | None = None) -> None:
         self.model, self.head_ids, self.vocab_size = model, head_ids, model.config.vocab_size
 
+    @property
+    def caches(self) -> Sequence[torch.Tensor]:
+        return [self.model.cache]
+
     def take(self, prompt_ids: Sequence[int], table: torch.Tensor, slot: int) -> None:
         return None
 
     def begin(self, ids: Sequence[int], table: torch.Tensor, slot: int, start: int) -> None:
         self.model.prefill([t if t < self.vocab_size else 0 for t in ids], table, slot, start=start)
+
+    def follow(self, round: RoundProgram) -> None: ...
+
+    def catch_up(self, state: DeviceState, slot: int, text: Sequence[int], drafted: int, k: int) -> None:
+        if k and drafted < len(text) - 2:
+            self.begin(text[drafted:-1], state.table, slot, drafted)
 
     def draft(self, round: RoundProgram) -> torch.Tensor | None:
         tokens, q = round.pair.view(-1), []
@@ -150,7 +193,7 @@ class ModelDrafting:
         return F.pad(probs, (0, size - probs.shape[-1])) if probs.shape[-1] < size else probs
 
 
-class NGramDrafting:
+class NGramDrafting(Unbound):
     """Prompt lookup as `drafters.ngram` does it, over the round's own record of the text."""
 
     tree: Tree | None = None
@@ -159,11 +202,6 @@ class NGramDrafting:
     def __init__(self, config: NGramDecodingConfig, vocab_size: int, stop_ids: Iterable[int], device) -> None:
         self.config, self.vocab_size = config, vocab_size
         self.stop_ids = torch.tensor(sorted(stop_ids), dtype=torch.int32, device=device)
-
-    def take(self, prompt_ids: Sequence[int], table: torch.Tensor, slot: int) -> None:
-        return None
-
-    def begin(self, ids: Sequence[int], table: torch.Tensor, slot: int, start: int) -> None: ...
 
     def draft(self, round: RoundProgram) -> None:
         state, ops = round.state, round.target.ops

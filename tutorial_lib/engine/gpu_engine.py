@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -68,6 +68,7 @@ class GpuEngine(Engine):
         host_drafter: Drafter | None = None,
         host_tree: OpenTree | None = None,
         max_draft_len: int = 0,
+        draft_len_schedule: Mapping[int, int] | None = None,
         kv_cache_config: KvCacheConfig | None = None,
         simulated_acceptance: SimulatedAcceptance | None = None,
     ) -> None:
@@ -82,7 +83,12 @@ class GpuEngine(Engine):
         reach = self.max_draft_len if tree is None else tree.reach
         if self.max_draft_len >= MAX_STEP_ROWS:
             raise OptionError(f"max_draft_len is {self.max_draft_len}", f"at most {MAX_STEP_ROWS - 1} on the GPU path")
-        self.draft_len_schedule = {1: self.max_draft_len}
+        self.draft_len_schedule = dict(sorted((draft_len_schedule or {1: self.max_draft_len}).items()))
+        if tree is not None and (between := set(self.draft_len_schedule.values()) - {0, self.max_draft_len}):
+            raise OptionError(
+                f"draft_len_schedule asks for {min(between)} of a tree's {self.max_draft_len} tokens",
+                "the whole tree, or 0",
+            )
         layers = drafting.feature_layers if drafting is not None else ()
         self.state = DeviceState.make(
             max_slots, -(-position_limit(max_seq_len, reach) // PAGE), target.pages - 1, target.device,
@@ -92,12 +98,18 @@ class GpuEngine(Engine):
         self._slack = 2 * (reach + 1) + 1  # a round in flight, the next one, a first token on its way
         kv = kv_cache_config or KvCacheConfig()
         self.cache: PagedCache = PagedCache(  # type: ignore[assignment]
-            [], self.state.table, target.pages - 1, enable_block_reuse=kv.enable_block_reuse
+            [target.cache, *(drafting.caches if drafting is not None else ())] if kv.enable_block_reuse else [],
+            self.state.table,
+            target.pages - 1,
+            max_tokens=kv.max_tokens,
+            enable_block_reuse=kv.enable_block_reuse,
+            ahead=drafting.ahead if drafting is not None else 0,
         )
         self.scheduler = Scheduler(max_slots, self.cache, max_rows=PREFILL_CHUNK, pass_rows=MAX_STEP_ROWS)
         self._free, self._is_stepping = self.scheduler.free, False
         self._launched: list[Launched] = []
         self._is_ahead = False  # a round has been launched in this turn
+        self._is_following = drafting is None or drafting.is_following
         self._simulated = simulated_acceptance
         if simulated_acceptance is not None:
             if isinstance(tree, OpenTree):
@@ -111,9 +123,9 @@ class GpuEngine(Engine):
 
     # --------------------------------------------------------------------------------------------------------- programs
 
-    def program(self, batch: int, *, is_sampled: bool = False) -> RoundProgram:
-        """The round for a batch bucket, made (and on a GPU captured) at its first use."""
-        k = self.max_draft_len
+    def program(self, batch: int, max_draft_len: int | None = None, *, is_sampled: bool = False) -> RoundProgram:
+        """The round for a batch bucket and K, made (and on a GPU captured) at its first use."""
+        k = self.max_draft_len if max_draft_len is None else max_draft_len
         most = self._most_together(k)
         key = (next((b for b in BATCH_BUCKETS if batch <= b <= most), most), k, is_sampled)
         if key not in self._programs:
@@ -140,26 +152,33 @@ class GpuEngine(Engine):
     def _round(self, active: Sequence[Request]) -> None:
         """Launch a round of all of `active`, then read what was launched a turn ago. A batch that is too large for one
         program is divided evenly."""
-        if self.drafter is not None:  # it proposes for texts that the host knows
+        active = [r for r in active if r.remaining > _seat(r).unread]
+        k = self._draft_len(len(active))
+        changed = [r for r in active if _seat(r).draft_len not in (None, k)]
+        if changed or self.drafter is not None:  # both take the text as it is now
             self._settle()
-        active = [r for r in active if not r.is_over and r.remaining > _seat(r).unread]
-        parts = -(-len(active) // self._most_together(self.max_draft_len))
+            active = [r for r in active if not r.is_over]
+        for request in changed:
+            if self.drafting is not None and not request.is_over:
+                self.drafting.catch_up(self.state, request.slot, request.token_ids, _seat(request).drafted, k)
+        parts = -(-len(active) // self._most_together(k))
         before, self._launched = self._launched, []
         for i in range(parts):
-            self._launched.append(self._launch(active[i::parts]))
+            self._launched.append(self._launch(active[i::parts], k))
             if self.drafter is not None:
                 self._settle()
         self._is_ahead = bool(self._launched)
         for launched in before:
             self._read(launched)
 
-    def _launch(self, active: Sequence[Request]) -> Launched:
-        program = self.program(len(active), is_sampled=any(not r.params.is_greedy for r in active))
+    def _launch(self, active: Sequence[Request], k: int) -> Launched:
+        program = self.program(len(active), k, is_sampled=any(not r.params.is_greedy for r in active))
         program.choose([r.slot for r in active])
         proposed_s = self._propose(program, active) if self.drafter is not None else 0.0
         program.launch()
         for request in active:
-            _seat(request).unread += 1
+            seat = _seat(request)
+            seat.unread, seat.draft_len = seat.unread + 1, k
         return Launched([(r, _seat(r)) for r in active], program, *_fetch(program.report), proposed_s)
 
     def _propose(self, program: RoundProgram, active: Sequence[Request]) -> float:
@@ -229,8 +248,9 @@ class GpuEngine(Engine):
             known = len(request.token_ids) - 1  # positions that this round found in every cache
             words = (*(drafts[i] for i in walked), token)
             emitted = self._emit(request, Verdict(accepted, words), None)  # type: ignore[arg-type]
-            seat.drafted = max(seat.drafted, known)
-            self.cache.enter(request.slot, seat, request.token_ids, seat.drafted)
+            if program.k or self._is_following:
+                seat.drafted = max(seat.drafted, known)
+            self.cache.enter(request.slot, seat, request.token_ids, min(known, seat.drafted))
             outcomes.append(Outcome(request.slot, walked, tuple(choices[row][: counts[row] + 1])))
             request.latency_s = now - request.start_s
             request.rounds.append(
@@ -252,13 +272,19 @@ class GpuEngine(Engine):
 
     def _read_prompts(self, pieces: Sequence[tuple[Request, int]]) -> None:
         """Launch pieces of prompts; those that are read to their end get their first token, of which the host hears a
-        turn later. With no round to wait for it hears of everything now."""
+        turn later. With no round to wait for it hears of everything now.
+
+        A draft model reads along unless nobody drafts at this load and nobody will look for the prompt's pages."""
+        will_draft = self._draft_len(len(self.scheduler.running)) > 0
+        is_drafter_reading = self._is_following or self.cache.is_reusing or will_draft
         for request, count in pieces:
             seat, context, start = _seat(request), request.context, request.computed
             request.computed = end = start + count
             is_last = end == len(context)
             self._read_text(request.slot, request.token_ids, start, end - is_last)
-            seat.drafted = end - is_last
+            if is_drafter_reading:
+                self._read_drafter(request.slot, request.token_ids, seat.drafted, end - is_last)
+                seat.drafted = end - is_last
             self.cache.enter(request.slot, seat, request.token_ids, seat.drafted)
             if is_last:
                 self._begin_rounds(request, seat)
@@ -267,14 +293,16 @@ class GpuEngine(Engine):
         self._is_ahead = False
 
     def _read_text(self, slot: int, text: Sequence[int], start: int, end: int) -> None:
-        """Positions `start` to `end` of `text` into every cache."""
+        """Positions `start` to `end` of `text` into the target's cache, their features to the drafter."""
         if start < end:
             state, drafting = self.state, self.drafting
             layers = drafting.feature_layers if drafting is not None else ()
             take = drafting.take(text, state.table, slot) if drafting is not None else None
             self.target.prefill(text[start:end], state.table, slot, layers, take, start=start)
-            if drafting is not None:
-                drafting.begin(text[start:end], state.table, slot, start)
+
+    def _read_drafter(self, slot: int, text: Sequence[int], start: int, end: int) -> None:
+        if start < end and self.drafting is not None:
+            self.drafting.begin(text[start:end], self.state.table, slot, start)
 
     def _read_root(self, slot: int, token: int, position: int) -> torch.Tensor:
         """The last position before rounds begin; logits float32 [1, V] of what follows. It takes a step of its own, so
@@ -282,7 +310,7 @@ class GpuEngine(Engine):
         layers = self.drafting.feature_layers if self.drafting is not None else ()
         logits, features = self.target.one_step(token, position, self.state.table, slot, layers)
         if layers:
-            self.state.features[slot * (self.max_draft_len + 1)] = features[0]
+            self.state.features[slot * self.state.feature_rows] = features[0]
         return logits
 
     def _begin_rounds(self, request: Request, seat: Seat) -> None:
@@ -302,6 +330,7 @@ class GpuEngine(Engine):
         if self.drafter is not None:
             self.drafter.reset(slot, context)
         request.is_reading = False
+        seat.draft_len = None if seat.drafted == len(context) - 1 else 0
 
     def _begin_text(self, slot: int, token_ids: Sequence[int]) -> None:
         """A slot's text; its last token has not been seen by the target."""
@@ -365,6 +394,7 @@ class GpuEngine(Engine):
         slot = self._idle_slot(context + k + 1)
         with self._spare_pages(slot):
             self._read_text(slot, ids, 0, context - 1)
+            self._read_drafter(slot, ids, 0, context - 1)
             self._read_root(slot, ids[context - 1], context - 1)
             self._begin_text(slot, ids)
             program = RoundProgram(self.target, drafting, state, batch=1, max_draft_len=k)
@@ -395,10 +425,6 @@ class GpuEngine(Engine):
         for request in requests:
             request.is_simulated = self._simulated is not None
         return requests
-
-
-def _padded(ids: Sequence[int], length: int, fill: int) -> list[int]:
-    return [*ids, *[fill] * (length - len(ids))]
 
 
 def _parents(program: RoundProgram, rows: Sequence[int], count: int) -> tuple[int, ...] | None:

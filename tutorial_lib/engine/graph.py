@@ -59,6 +59,11 @@ class DeviceState:
         )
 
     @property
+    def feature_rows(self) -> int:
+        """Rows of `features` that every slot has, whatever K its rounds have."""
+        return self.features.shape[0] // self.length.shape[0]
+
+    @property
     def scratch_slot(self) -> int:
         return self.length.shape[0] - 1
 
@@ -91,7 +96,8 @@ class RoundProgram:
             )
         device, k = target.device, max_draft_len
         self.target, self.drafting, self.state, self.batch, self.k = target, drafting, state, batch, k
-        self.is_sampled, self.is_forced = is_sampled, is_forced
+        self.is_sampled, self.is_forced = is_sampled, is_forced and k > 0
+        self.forced = state.forced.clamp(max=k) if self.is_forced else None
         self.slots = torch.full((batch,), state.scratch_slot, dtype=torch.long, device=device)
         self._chosen: list[int] = []
         self.proposed_s = 0.0  # what a drafter on the host took for the last launch
@@ -99,7 +105,7 @@ class RoundProgram:
         def ints(*shape: int) -> torch.Tensor:
             return torch.zeros(*shape, dtype=torch.int32, device=device)
 
-        self.tree = host_tree if drafting is None else drafting.tree
+        self.tree = (host_tree if drafting is None else drafting.tree) if k else None
         depth = self.tree.depth if self.tree is not None else 0
         rows, self.is_open = batch * (k + 1), isinstance(self.tree, OpenTree)
         self.parts = [6, batch, batch, batch * (k + 2), batch * depth]
@@ -133,7 +139,8 @@ class RoundProgram:
     def aim(self, slots: Sequence[int]) -> None:
         upload(self.slots, slots)
         if self.taps is not None:
-            upload(self.taps.rows, [slot * (self.k + 1) + row for slot in slots for row in range(self.k + 1)])
+            each = self.state.feature_rows
+            upload(self.taps.rows, [slot * each + row for slot in slots for row in range(self.k + 1)])
 
     def launch(self) -> None:
         """Run the round: by its graph on a GPU (captured at the first call), directly elsewhere."""
@@ -165,7 +172,7 @@ class RoundProgram:
             decided = self.sampled(logits, q)
         ops.finish_round(
             self.slots, state.length, state.last, state.text, state.row, self.tokens, self.choices, self.drafted_len,
-            state.forced if self.is_forced else None, state.counter, self.out, decided=decided,
+            self.forced, state.counter, self.out, decided=decided,
             parents=None if self.rows is None else self.rows.parents, path=self.path,
             kept=None if self.rows is None else state.kept, pdl=ops.pdl,
         )  # fmt: skip
@@ -195,7 +202,11 @@ class RoundProgram:
             self.slots, state.length, state.last, self.slots32, self.starts, self.tokens, self.pair, self.damage,
             known, ops.pdl,
         )  # fmt: skip
-        q = self.drafting.draft(self) if self.drafting is not None else None
+        q = None
+        if self.drafting is not None and self.k:
+            q = self.drafting.draft(self)
+        elif self.drafting is not None:
+            self.drafting.follow(self)
         if self.rows is not None and self.is_open:
             assert self.tree is not None
             ops.tree_rows(*self.rows, self.tree.depth, ops.pdl)

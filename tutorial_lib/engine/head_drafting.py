@@ -21,12 +21,12 @@ from ..drafters.checkpoints import Eagle3Head, Matrix, MedusaHeads
 from ..drafters.eagle import check_ranks, dynamic_sizes
 from ..drafters.medusa import choose_tree
 from ..errors import OptionError
-from .drafting import DeviceTree, OpenTree, Take, Tree
+from .drafting import DeviceTree, OpenTree, Take, Tree, Unbound
 from .gpu_model import MAX_STEP_ROWS, PAGE, GpuModel, Weight, captured, rotary_tables, upload
 from .reference import Beam, Candidates, Tap
 
 if TYPE_CHECKING:
-    from .graph import RoundProgram
+    from .graph import DeviceState, RoundProgram
 
 
 def small_weight(matrix: torch.Tensor, *, is_split: bool = True) -> Weight:
@@ -54,6 +54,8 @@ class EagleDrafting:
     `ONE_ARGMAX`.
     """
 
+    ahead = 1  # a pair has the token behind its position
+    is_following = True
     tree: Tree | None = None
 
     def __init__(self, head: Eagle3Head, target: GpuModel, *, max_sequences: int) -> None:
@@ -98,7 +100,26 @@ class EagleDrafting:
 
         return take
 
+    @property
+    def caches(self) -> Sequence[torch.Tensor]:
+        return [self.cache[None]]
+
     def begin(self, ids: Sequence[int], table: torch.Tensor, slot: int, start: int) -> None: ...
+
+    def follow(self, round: RoundProgram) -> None:
+        self.first_step(round, 1)
+
+    def catch_up(self, state: DeviceState, slot: int, text: Sequence[int], drafted: int, k: int) -> None:
+        """A shorter round would not look at all that the last one accepted: make those pairs now, and leave the last
+        of them for the round to begin with."""
+        kept = [row for row in state.kept[slot].tolist() if row]
+        rows = [0, *kept] if self.tree is not None else list(range(int(state.row[slot]) + 1))
+        base, first = slot * state.feature_rows, len(text) - 1 - len(rows)
+        if len(rows) > 1:
+            at = torch.tensor([base + row for row in rows], device=state.features.device)
+            self.take(text, state.table, slot)(first, state.features[at])
+            state.features[base] = state.features[base + rows[-1]]
+            state.row[slot], state.kept[slot] = 0, 0
 
     def draft(self, round: RoundProgram) -> None:
         ops = self.target.ops
@@ -115,7 +136,7 @@ class EagleDrafting:
         state, ops = round.state, self.target.ops
         kept = None if round.tree is None else state.kept
         first, last, words, features = ops.gather_pairs(
-            round.slots, state.length, state.row, kept, state.text, state.features, round.k + 1, rows, ops.pdl
+            round.slots, state.length, state.row, kept, state.text, state.features, state.feature_rows, rows, ops.pdl
         )
         x, h = self.pairs(features, words, state.table, first, round.slots32, rows)
         return x, h, last
@@ -395,7 +416,7 @@ class _PairStep:
         padded = list(words) + [words[-1]] * (MAX_STEP_ROWS - len(words))
         upload(self.words, padded)
         self.length.fill_(start)
-        self.features.copy_(features)
+        self.features[: len(features)].copy_(features)
         if self._graph is not None:
             self._graph.replay()
         else:
@@ -408,7 +429,7 @@ class _PairStep:
 # --------------------------------------------------------------------------------------------------------------- Medusa
 
 
-class MedusaDrafting:
+class MedusaDrafting(Unbound):
     """A fixed tree by Medusa heads, all of them in one product over the target's output matrix."""
 
     def __init__(self, heads: MedusaHeads, target: GpuModel, choices: Sequence[tuple[int, ...]]) -> None:
@@ -430,13 +451,8 @@ class MedusaDrafting:
         self.outputs = [_output(matrix, self.draft_ids, target) for matrix in own or (None,)]
         self.depth = depth
 
-    def take(self, prompt_ids: Sequence[int], table: torch.Tensor, slot: int) -> None:
-        return None
-
-    def begin(self, ids: Sequence[int], table: torch.Tensor, slot: int, start: int) -> None: ...
-
     def draft(self, round: RoundProgram) -> None:
-        rows = round.slots * (round.k + 1) + round.state.row[round.slots]
+        rows = round.slots * round.state.feature_rows + round.state.row[round.slots]
         x = round.state.features.index_select(0, rows).expand(self.depth, -1, -1)
         for weight, bias in self.blocks:
             x = x + F.silu(torch.baddbmm(bias, x, weight))

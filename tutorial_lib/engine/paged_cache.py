@@ -17,7 +17,7 @@ import torch
 
 from ..errors import OptionError
 from .gpu_model import PAGE, upload
-from .kv_cache import NO_REUSE_WITH_A_WINDOW, BlockCache, BlockPool, Holding
+from .kv_cache import NO_REUSE_WITH_A_WINDOW, BlockCache, BlockPool, Holding, block_count
 
 
 @dataclass
@@ -35,9 +35,9 @@ class Seat(Holding):
 
 
 class PagedCache(BlockCache):
-    """caches: of every model that reads `table`, [layers, pages, ...]; their last page is scratch. window: positions
-    that a text needs at most, where all of them look at a sliding window: its pages then go round as a ring. ahead: see
-    `BlockPool`. Raises `OptionError`."""
+    """caches: of every model that reads `table`, [layers, pages, ...]; page number `pages` is scratch. max_tokens: in
+    all pages together, None for all there are. window: positions that a text needs at most, where all of the models
+    look at a sliding window: its pages then go round as a ring. ahead: see `BlockPool`. Raises `OptionError`."""
 
     holding_type = Seat
 
@@ -47,6 +47,7 @@ class PagedCache(BlockCache):
         table: torch.Tensor,
         pages: int,
         *,
+        max_tokens: int | None = None,
         enable_block_reuse: bool = False,
         ahead: int = 0,
         window: int | None = None,
@@ -54,7 +55,8 @@ class PagedCache(BlockCache):
         if enable_block_reuse and window is not None:
             raise OptionError(*NO_REUSE_WITH_A_WINDOW)
         positions = table.shape[1] * PAGE if window is None else window
-        super().__init__(BlockPool(pages, PAGE, ahead), rows_per_slot=positions, enable_block_reuse=enable_block_reuse)
+        pool = BlockPool(block_count(pages, max_tokens, PAGE), PAGE, ahead)
+        super().__init__(pool, rows_per_slot=positions, enable_block_reuse=enable_block_reuse)
         self.caches, self.table, self.scratch_page = caches, table, pages
 
     def begin(self, slot: int, text: Sequence[int], most_reused: int, positions: int) -> Seat | None:
