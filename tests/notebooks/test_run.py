@@ -26,6 +26,7 @@ SMALLER = {
     "02_speculative_runs": {"max_tokens": 32, "draws": 5000, "repeats": 1},
     "03_drafting_methods": {"max_tokens": 12, "bench_tokens": 8, "bench_categories": ["extraction"]},
     "04_train_a_drafter": {"corpus_seconds": 30.0, "train_seconds": 30.0, "max_tokens": 24},  # it still must learn
+    "06_scaling_out": {"max_tokens": 12},
     "07_benchmark_plots": {"max_tokens": 12, "repeats": 2},
 }
 PLOTLY = "application/vnd.plotly.v1+json"
