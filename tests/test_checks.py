@@ -65,9 +65,17 @@ RIGHT = {
     checks.test_break_even: lambda t_plain, t_round: t_round / t_plain,
     checks.test_step_ceiling: lambda weight_bytes, bytes_per_s: bytes_per_s / weight_bytes,
     checks.test_ceiling_on_gpus: lambda weight_bytes, bytes_per_s, gpus: gpus * bytes_per_s / weight_bytes,
+    checks.test_blocks_needed: lambda prompt, output, size, shared: -(-(prompt + output) // size) - shared // size,
+    checks.test_free_requests: lambda ridge, k: int(ridge // (k + 1)),
 }
 
 WRONG = [
+    (checks.test_blocks_needed, lambda p, o, size, shared: -(-p // size) - (-o // size) - shared // size, "add first"),
+    (checks.test_blocks_needed, lambda p, o, size, shared: (p + o) // size - shared // size, "round up"),
+    (checks.test_blocks_needed, lambda p, o, size, shared: -(-(p + o) // size), "not taken again"),
+    (checks.test_free_requests, lambda ridge, k: int(ridge // k) if k else 206, "K + 1, not K"),
+    (checks.test_free_requests, lambda ridge, k: -int(-ridge // (k + 1)), "Round down"),
+    (checks.test_free_requests, lambda ridge, k: ridge * (k + 1), "brings K + 1 rows"),
     (checks.test_walk_rounds, lambda m, k: emitted_by_round(m, k, bonus=0), "bonus token is missing"),
     (checks.test_walk_rounds, lambda m, k: [1 + is_right for is_right in m], "per round, not per token"),
     (checks.test_best_tree, lambda paths, n: most_frequent(paths, n, is_beginning=False), "needs its parent"),

@@ -27,6 +27,7 @@ SMALLER = {
     "03_drafting_methods": {"max_tokens": 12, "bench_tokens": 8, "bench_categories": ["extraction"]},
     "04_train_a_drafter": {"corpus_seconds": 30.0, "train_seconds": 30.0, "max_tokens": 24},  # it still must learn
     "06_scaling_out": {"max_tokens": 12},
+    "05_batching_and_kv_cache": {"concurrency": [1, 2], "output_len": 6, "shared_tokens": 128},
     "07_benchmark_plots": {"max_tokens": 12, "repeats": 2},
 }
 PLOTLY = "application/vnd.plotly.v1+json"

@@ -40,7 +40,8 @@ class Settings:
     requests per second. requests_per_client: of a closed load; a Poisson load has that many times its concurrency.
     output_len: mean; outputs are half to one and a half of it, since a static batch waits for its longest, or all the
     same with `is_even`. input_len: prompts of exactly that many tokens, cut from the bundled text; None: the bundled
-    prompts. acceptance_length: forced, on a GPU. kv_tokens: room of the cache, to see it run out.
+    prompts. acceptance_length: forced, on a GPU. kv_tokens: room of the cache, to see it run out. static_from: the
+    smallest concurrency at which static batching is run too (alone it would be the same); None: nowhere.
     """
 
     target: str
@@ -58,7 +59,7 @@ class Settings:
     draft_len_schedule: Mapping[int, int] | None = None
     acceptance_length: float | None = None
     kv_tokens: int | None = None
-    is_static_shown: bool = True
+    static_from: int | None = 2
     seed: int = 0
 
 
@@ -213,7 +214,7 @@ def bench_load(
 def _runs(s: Settings, concurrency: int) -> Iterable[tuple[str, str]]:
     for name in s.methods:
         yield name, IN_FLIGHT
-        if name == PLAIN and s.is_static_shown and concurrency > 1:  # alone, a static batch is the same
+        if name == PLAIN and s.static_from is not None and concurrency >= s.static_from:
             yield name, STATIC
 
 

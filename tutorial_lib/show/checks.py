@@ -309,3 +309,43 @@ def test_ceiling_on_gpus(fn: Callable[[float, float, int], float]) -> bool:
             raise _wrong(call, f"{got:.4g}", f"{expected:.4g}", hint)
 
     return _check("ceiling_on_gpus", run, "gpus * bytes_per_s / weight_bytes; 410 GB on four H200 allow 47 tokens/s")
+
+
+def test_blocks_needed(fn: Callable[[int, int, int, int], int]) -> bool:
+    """`fn(prompt, output, tokens_per_block, shared)`: blocks that a request takes beside those it shares. shared:
+    tokens of its prompt that another request has in full blocks."""
+
+    def run() -> None:
+        for prompt, output, size, shared in ((100, 28, 32, 0), (100, 29, 32, 0), (100, 28, 32, 64), (96, 1, 32, 96)):
+            got, expected = _call(fn, prompt, output, size, shared), -(-(prompt + output) // size) - shared // size
+            if got == expected:
+                continue
+            hint = "Prompt and output lie behind each other: divide their sum, and round up."
+            if got == -(-prompt // size) + -(-output // size) - shared // size:
+                hint = "The output goes on in the prompt's last block: add first, then divide and round up."
+            elif got == (prompt + output) // size - shared // size:
+                hint = "The last block is taken whole, however little of it is used: round up."
+            elif got == expected + shared // size:
+                hint = "Blocks that another request holds already are not taken again."
+            call = f"blocks_needed(prompt={prompt}, output={output}, tokens_per_block={size}, shared={shared})"
+            raise _wrong(call, got, expected, hint)
+
+    return _check("blocks_needed", run, "ceil((prompt + output) / tokens_per_block) - shared / tokens_per_block")
+
+
+def test_free_requests(fn: Callable[[float, int], int]) -> bool:
+    """`fn(ridge, K)`: the most requests whose verification, K + 1 rows each, stays within `ridge` rows."""
+
+    def run() -> None:
+        for ridge, k in ((206.0, 3), (206.0, 10), (206.0, 0), (100.0, 4)):
+            got, expected = _call(fn, ridge, k), int(ridge // (k + 1))
+            if got == expected:
+                continue
+            hint = "Each request brings K + 1 rows: its draft and the token before it."
+            if k and got == int(ridge // k):
+                hint = "The token before the draft is a row too: K + 1, not K."
+            elif got == expected + 1:
+                hint = "Round down: one request more would be beyond the ridge."
+            raise _wrong(f"free_requests(ridge={ridge:g}, K={k})", got, expected, hint)
+
+    return _check("free_requests", run, "ridge // (K + 1); 206 rows are 51 requests at K = 3")
