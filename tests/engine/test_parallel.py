@@ -6,13 +6,12 @@ them is compared exactly.
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 import torch
 from stand_ins import PROMPTS, Pieces, Trees, greedy, model_of, tiny_tensors
+from thread_ranks import on_ranks
 
 from tutorial_lib.api import build
 from tutorial_lib.config import LayerSkipDecodingConfig, SamplingParams
@@ -21,47 +20,14 @@ from tutorial_lib.engine.build import load_model, machine_arch
 from tutorial_lib.engine.engine import Engine
 from tutorial_lib.engine.linear import make_linear
 from tutorial_lib.engine.model import ModelConfig, Segment, pack
-from tutorial_lib.engine.parallel import ParallelModel, Ranks, ShardedLogits, check_split, load_rank, shard
+from tutorial_lib.engine.parallel import ParallelModel, ShardedLogits, check_split, load_rank, shard
 from tutorial_lib.engine_dir import open_engine
 from tutorial_lib.errors import OptionError
-from tutorial_lib.shapes import dummy_config
+from tutorial_lib.shapes import dummy_config, random_tensors
 
 THREE = "dummy:tiny-llama?seed=5&heads=6&kv_heads=3&intermediate=96"  # 320 ids do not divide by three
 SHAPES = ((THREE, 3), ("dummy:tiny-qwen2", 2), ("dummy:tiny-qwen3", 2), ("dummy:tiny-mistral", 2))
 IDS = torch.randint(0, 320, (40,), generator=torch.Generator().manual_seed(0)).tolist()
-
-
-class ThreadRanks(Ranks):
-    """One of several ranks that are threads of this process: `meet(size)` makes them all."""
-
-    def __init__(self, rank, size, barrier, table):
-        super().__init__(rank, size)
-        self.barrier, self.table = barrier, table
-
-    def gather(self, x):
-        self.table[self.rank] = x
-        self.barrier.wait()
-        found = list(self.table)
-        self.barrier.wait()
-        return found
-
-    def sum(self, x):
-        return x.copy_(sum(part.clone() for part in self.gather(x.clone())))
-
-
-def on_ranks(size, work):
-    """`work(ranks)` on every rank at once: the results by rank. A rank that fails ends the others' waiting."""
-    barrier, table = threading.Barrier(size, timeout=20), [None] * size
-
-    def run(rank):
-        try:
-            return work(ThreadRanks(rank, size, barrier, table))
-        except BaseException:
-            barrier.abort()
-            raise
-
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(run, range(size)))
 
 
 def rank_model(name, ranks, **limits) -> ParallelModel:
@@ -111,8 +77,6 @@ def test_a_rank_holds_a_share_and_all_shares_are_the_whole():
 def test_the_bias_of_a_sum_is_added_once():
     name = "dummy:tiny-llama?seed=5"
     config = {**dummy_config(name)[0], "attention_bias": True, "mlp_bias": True}
-    from tutorial_lib.shapes import random_tensors
-
     tensors = dict(random_tensors(config, 5, "cpu", torch.float32))
     shape = ModelConfig.from_hf(config)
     packed = pack(tensors, shape)

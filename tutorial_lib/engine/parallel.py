@@ -134,7 +134,9 @@ def shard(tensors: Mapping[str, Any], config: ModelConfig, rank: int, size: int)
     own: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         kind, part = _kind_and_part(name)
-        if kind in blocks:
+        if part == "in":  # the scale of all activations of a product, which no rank has a share of
+            own[name] = tensor[...]
+        elif kind in blocks:
             own[name] = torch.cat([tensor[rows] for rows in _rows(blocks[kind], rank, size)])
         elif kind == "head":
             own[name] = tensor[vocabulary]
@@ -143,7 +145,7 @@ def shard(tensors: Mapping[str, Any], config: ModelConfig, rank: int, size: int)
         elif kind in columns and part == "bias" and rank > 0:
             continue  # the bias of a sum is added once
         else:
-            own[name] = tensor[:]
+            own[name] = tensor[...]
     if "head" not in own:
         own["head"] = own["embed"][vocabulary]
     return {name: tensor.contiguous() for name, tensor in own.items()}
@@ -219,6 +221,17 @@ class _Deciding(ParallelModel):
         return self.scores(hidden)
 
 
+def gather_vocabulary(own: torch.Tensor, vocab_size: int, ranks: Ranks) -> torch.Tensor:
+    """Logits [rows, V] from every rank's logits of its own ids."""
+    return torch.cat(ranks.gather(_filled(own, vocab_size, ranks)), -1)[:, :vocab_size]
+
+
+def _filled(own: torch.Tensor, vocab_size: int, ranks: Ranks) -> torch.Tensor:
+    """As wide on the last rank as on the others: -inf for ids that do not exist."""
+    missing = rank_vocabulary(vocab_size, 0, ranks.size).stop - own.shape[-1]
+    return F.pad(own, (0, missing), value=-math.inf) if missing else own
+
+
 class ShardedLogits:
     """Logits [rows, V], every rank holding those of its own ids (`own`), with what the decode loop asks of them.
 
@@ -227,10 +240,7 @@ class ShardedLogits:
     """
 
     def __init__(self, own: torch.Tensor, vocab_size: int, ranks: Ranks) -> None:
-        most = rank_vocabulary(vocab_size, 0, ranks.size).stop
-        missing = most - own.shape[-1]
-        self.own = F.pad(own, (0, missing), value=-math.inf) if missing else own
-        self.vocab_size, self.ranks = vocab_size, ranks
+        self.own, self.vocab_size, self.ranks = _filled(own, vocab_size, ranks), vocab_size, ranks
         self._whole: torch.Tensor | None = None
 
     def max(self, dim: int = -1) -> tuple[torch.Tensor, torch.Tensor]:
@@ -244,7 +254,7 @@ class ShardedLogits:
     def whole(self) -> torch.Tensor:
         """float32 [rows, V]."""
         if self._whole is None:
-            self._whole = torch.cat(self.ranks.gather(self.own), -1)[:, : self.vocab_size]
+            self._whole = gather_vocabulary(self.own, self.vocab_size, self.ranks)
         return self._whole
 
     def __getitem__(self, rows: Any) -> Any:
