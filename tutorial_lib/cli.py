@@ -704,9 +704,20 @@ def run(
 
 @app.command()
 def report(
-    runs_dir: Annotated[Path, typer.Argument(metavar="RUNS_DIR", help="A folder that `workbook run` wrote.")],
+    runs_dir: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A folder that `workbook run` wrote; with --out: one of records.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Report the records in DIR as one HTML page.")
+    ] = None,
 ) -> None:
-    """Write the HTML report of a finished run again."""
+    """Write the HTML report of a finished run again, or with --out one of all records in a folder."""
+    if out is not None:
+        from .record_report import write_record_report
+
+        check_json_file(str(out), "--out")
+        print(f"report: {write_record_report(runs_dir, out)}")
+        return
     from . import runner
 
     if not runs_dir.is_dir():
@@ -759,6 +770,7 @@ def _say(line: str, out: Any = None) -> None:
 # ---- commands that stand in their own module ------------------------------------------------------------------------
 
 app.command("compare")(cli_compare.compare)
+app.command("compare-records")(cli_compare.compare_records)
 app.command("schedule")(cli_schedule.schedule)
 
 

@@ -142,3 +142,22 @@ def _place_of(name: str) -> tuple[str, dict[str, Any]]:
         return name, {"dtype": "auto"}
     checkpoint = resolve(name, say=cli._say)
     return str(checkpoint.folder or name), checkpoint.config
+
+
+def compare_records(
+    before: Annotated[Path, typer.Argument(metavar="A", help="A file of records, or a folder of such files.")],
+    after: Annotated[Path, typer.Argument(metavar="B", help="Likewise: what A is compared with.")],
+    json_file: JsonFile = None,
+) -> None:
+    """What changed between two sets of records, run by run and figure by figure, and whether it is beyond noise."""
+    from . import cli
+    from .bench import compare_records as comparing
+    from .bench.record_files import records_of
+
+    cli.check_json_file(json_file)
+    document = comparing.compare_records(records_of(before), records_of(after))
+    document |= {"before": before.name, "after": after.name}
+    for line in comparing.describe(document):
+        cli._say(line, sys.stderr if json_file == "-" else sys.stdout)
+    if json_file is not None:
+        cli.write_json(json_file, document)

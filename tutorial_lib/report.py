@@ -2,7 +2,8 @@
 
 nbconvert renders the cells. What it would fetch from a CDN is replaced: plotly.js is embedded once for all figures,
 formulas become MathML, which browsers draw themselves, and a content security policy forbids every outside request,
-so that a forgotten one cannot go unnoticed. Knows nothing of how notebooks were run.
+so that a forgotten one cannot go unnoticed. Knows nothing of how notebooks were run. `html_page` is the frame of the
+report of records too (`record_report`).
 """
 
 from __future__ import annotations
@@ -162,31 +163,13 @@ def _banner(row: dict[str, Any]) -> str:
 
 
 def _page(summary: dict[str, Any], sections: str) -> str:
-    from plotly.offline import get_plotlyjs
     from pygments.formatters import HtmlFormatter
 
     highlight = HtmlFormatter(style="default").get_style_defs(".highlight")
     rows = "\n".join(_table_row(row) for row in summary["rows"])
     parameters = ", ".join(f"{name} = {value}" for name, value in summary["parameters"].items())
     about = [f"profile {summary['profile']}" if summary["profile"] else "", parameters, summary["time_utc"]]
-    plotlyjs = f"<script>{get_plotlyjs()}</script>" if "Plotly." in sections else ""
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Speculative decoding workbook: report</title>
-<style>
-{highlight}
-{_STYLE}
-</style>
-<script>window.PlotlyConfig = {{MathJaxConfig: "local"}};</script>
-{plotlyjs}
-</head>
-<body>
-<main>
-<h1>Speculative decoding workbook: executed notebooks</h1>
+    main = f"""<h1>Speculative decoding workbook: executed notebooks</h1>
 <p class="note">{html.escape(" · ".join(part for part in about if part))}</p>
 <table>
 <thead><tr><th>notebook</th><th>status</th><th class="number">seconds</th><th>reason</th></tr></thead>
@@ -194,7 +177,32 @@ def _page(summary: dict[str, Any], sections: str) -> str:
 {rows}
 </tbody>
 </table>
-{sections}
+{sections}"""
+    title = "Speculative decoding workbook: report"
+    return html_page(title, main, style=f"{highlight}\n{_STYLE}", has_figures="Plotly." in sections)
+
+
+def html_page(title: str, main: str, *, style: str, has_figures: bool) -> str:
+    """A whole page around `main`, plotly.js inside where there are figures; it may fetch nothing at all."""
+    from plotly.offline import get_plotlyjs
+
+    plotlyjs = f"<script>{get_plotlyjs()}</script>" if has_figures else ""
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{html.escape(title)}</title>
+<style>
+{style}
+</style>
+<script>window.PlotlyConfig = {{MathJaxConfig: "local"}};</script>
+{plotlyjs}
+</head>
+<body>
+<main>
+{main}
 </main>
 </body>
 </html>

@@ -183,10 +183,15 @@ def machine_of(runs: Sequence[Record]) -> str:
 
 
 def label_of(run: Record, runs: Sequence[Record]) -> str:
-    """The method's name, with K, backend, number format or prompts only where they tell two of `runs` apart."""
+    """The method's name, with K, forced acceptance, backend, number format or prompts only where they tell two of
+    `runs` apart."""
     parts = [method_style(run["method"]).label]
-    if len({r["max_draft_len"] for r in runs if r["method"] == run["method"]}) > 1:
+    alike = [r for r in runs if r["method"] == run["method"]]
+    if len({r["max_draft_len"] for r in alike}) > 1:
         parts.append(f"K = {run['max_draft_len']}")
+    forced = [r["figures"].get("acceptance_length") for r in alike if r["max_draft_len"] == run["max_draft_len"]]
+    if run.get("is_simulated") and len(set(forced)) > 1:
+        parts.append(f"acceptance length {run['figures'].get('acceptance_length') or 0:.2f}")
     for key in ("backend", "dtype", "target", "batch_size"):
         if len({r[key] for r in runs}) > 1:
             parts.append(f"batch {run[key]}" if key == "batch_size" else str(run[key]))
@@ -261,7 +266,7 @@ def _bar_look(run: Record) -> dict[str, Any]:
     return {
         "color": style.color,
         "line": {"color": _INK, "width": 1},
-        "pattern": {"shape": pattern, "fgcolor": "white", "size": 7, "solidity": 0.35},
+        "pattern": {"shape": pattern, "fillmode": "overlay", "fgcolor": "white", "size": 7, "solidity": 0.35},
     }
 
 
@@ -776,7 +781,7 @@ def _stack(figure: go.Figure, part: str, labels: list[str], values: list[float |
         marker={
             "color": color,
             "line": {"color": _INK, "width": 1},
-            "pattern": {"shape": pattern, "fgcolor": "#777777", "size": 7, "solidity": 0.25},
+            "pattern": {"shape": pattern, "fillmode": "overlay", "fgcolor": "#777777", "size": 7, "solidity": 0.25},
         },
         text=[f"{value:.3g}" if value else None for value in values],
         textposition="inside",
