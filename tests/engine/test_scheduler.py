@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import threading
+import tracemalloc
 
 import pytest
 from stand_ins import greedy, tiny_model
@@ -31,7 +33,7 @@ from tutorial_lib.drafters.lookahead import LookaheadDrafter
 from tutorial_lib.drafters.ngram import NGramDrafter
 from tutorial_lib.drafters.suffix import SuffixDrafter
 from tutorial_lib.engine import scheduler
-from tutorial_lib.engine.engine import Engine
+from tutorial_lib.engine.engine import Engine, Request
 from tutorial_lib.errors import OptionError
 
 KV = {
@@ -220,10 +222,18 @@ def test_an_error_in_one_turn_spoils_no_other_request(engine_of, pieces):
 
 def test_nothing_is_left_after_a_thousand_requests(engine_of):
     """Finished, stopped early, cancelled while waiting, reading or running, refused: all blocks and slots come back,
-    and what is kept does not grow."""
+    and what is kept does not grow: neither blocks with known content nor bytes nor requests."""
     engine, rng, live = engine_of("draft model", KV["scarce reuse"]), random.Random(3), []
     kinds = mixed_requests(7, 40)
-    sizes = []
+    sizes, kept_bytes = [], []
+
+    def drained() -> int:
+        live.clear()  # dropped without a word
+        while not engine.scheduler.is_idle:
+            engine.step()
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
     for i in range(1000):
         prompt, params = kinds[rng.randrange(40)]
         if rng.random() < 0.1:
@@ -239,8 +249,12 @@ def test_nothing_is_left_after_a_thousand_requests(engine_of):
         live = [s for s in live if not s._request.is_over]
         if i % 250 == 249:
             sizes.append(engine.cache.pool.findable)
-    while not engine.scheduler.is_idle:
-        engine.step()
+            if i == 499:
+                tracemalloc.start()
+            kept_bytes.append(drained())
+    tracemalloc.stop()
+    assert kept_bytes[3] - kept_bytes[2] < 20_000  # of 250 requests: they take some kB each while they run
+    assert not [o for o in gc.get_objects() if type(o) is Request]
     pool = engine.cache.pool
     assert pool.held == 0 and sorted(engine.scheduler.free) == list(range(5))
     assert max(sizes) <= len(pool.blocks) and len(engine.drafter._cached) <= 5
