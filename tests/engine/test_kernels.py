@@ -56,6 +56,7 @@ from tutorial_lib.engine import kernels
 from tutorial_lib.engine.compile_ahead import _uncompiled
 from tutorial_lib.engine.gpu_build import plain_tactics
 from tutorial_lib.engine.gpu_model import Ops
+from tutorial_lib.engine.reference import Beam, Candidates
 
 model = gpu_model(name, weights=weights, cache=cache, ops=Ops.make(pdl=arch >= 90), tactics=plain_tactics())
 def everything():
@@ -65,11 +66,18 @@ def everything():
     kernels.argmax(torch.zeros(4, 40_000), ints[:, 0], ids=long, damage=ints[0])
     kernels.begin_round(long, ints[0], ints, ints[0], ints, ints, ints, ints[0], 9, pdl=arch >= 90)
     kernels.finish_round(
-        long, ints[0], ints, ints, ints[0], ints, ints, ints[0], None, long, ints, parents=ints[0], path=ints,
+        long, ints[0], ints, ints, ints[0], ints, ints, ints[0], None, long, ints, parents=ints, path=ints, kept=ints,
         pdl=arch >= 90,
     )
     kernels.keep_path(model.cache, ints, ints[0], ints[0], ints, pdl=arch >= 90)
     kernels.match_ngram(long, ints[0], ints, ints, ints[0], ints[0], 3, True, pdl=arch >= 90)
+    floats, doubles, bytes = torch.zeros(4, 40), torch.zeros(4, 40, dtype=torch.double), ints.to(torch.int8)
+    kernels.top_tokens(floats.view(2, 2, 40), ints, ints[0], 3, ids=long, scores=floats, pdl=arch >= 90)
+    kernels.gather_pairs(long, ints[0], ints[0], ints, ints, floats.bfloat16(), 1, 3, pdl=arch >= 90)
+    beam, found = Beam(ints, doubles, bytes, ints, ints), Candidates(ints, doubles, ints)
+    kernels.grow_tree(found, 0, floats, ints, beam, beam, 5, pdl=arch >= 90)
+    kernels.prune_tree(found, ints, ints, pdl=arch >= 90)
+    kernels.tree_rows(ints, bytes, ints, 3, pdl=arch >= 90)
 
 found = _uncompiled(everything)
 each = {function.__name__: (function, request) for function, request in found}  # one of its forms is enough
@@ -97,5 +105,6 @@ def test_kernels_compile_for(arch, name, weights, cache, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     names = ["add_norm", "argmax_finish", "argmax", "attention", "begin_round", "finish_round", "gate_up"]
-    names += ["keep_path", "linear", "match_ngram", "stamp"]
+    names += ["gather_pairs", "grow_tree", "keep_path", "linear", "match_ngram", "prune_tree", "stamp", "top_finish"]
+    names += ["top_tile", "tree_rows"]
     assert done.stdout.split() == sorted(f"_{name}_kernel" for name in names)
