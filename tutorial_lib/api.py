@@ -84,6 +84,7 @@ class LLM:
     is built into the cache first. speculative_config: the drafting method, None for plain decoding. device: "auto"
     takes a GPU of compute capability 8.0 or newer, else the CPU. dtype: "auto" is float32 on a CPU, bfloat16 on a GPU.
     max_batch_size and max_seq_len: needed limits; None takes the engine's own, or the defaults of `build`.
+    tensor_parallel_size: how many processes (torch, on a CPU) or GPUs (TensorRT-LLM, vLLM) share every matrix of it.
     simulated_acceptance forces how many drafts are accepted (torch on a GPU, TensorRT-LLM, vLLM); kernels_off (names
     from `engine.gpu_model.KERNELS`, run as plain torch instead) is the torch backend's own, on a GPU. metrics_port:
     answer Prometheus on this port of 127.0.0.1 until `close`, see `live_metrics`; 0 takes a free one, see

@@ -36,7 +36,7 @@ from .torch_drafters import (
     refuse_unsupported,
     resolve_head,
 )
-from .torch_parallel import ParallelEngine, RankStream
+from .torch_parallel import ParallelEngine, RankStream, threads_per_rank
 
 DEFAULT_MAX_DRAFT_LEN = 16
 
@@ -113,7 +113,7 @@ class TorchBackend:
             "is_simulated": simulated_acceptance is not None,
             "arch": target.arch,
             "tensor_parallel_size": tensor_parallel_size,
-            "threads": torch.get_num_threads(),
+            "threads": threads_per_rank(tensor_parallel_size),
             "max_draft_len": self._draft_len,
             "limits": dict(target.manifest["limits"]),
             "tactics": target.tactics,

@@ -43,6 +43,11 @@ COLLECTIVE_TIMEOUT_S = 60.0  # how long a rank waits for another one that lives 
 PATIENCE_S = 3.0  # how long ranks may take to end when they are asked to
 
 
+def threads_per_rank(size: int) -> int:
+    """Threads of one rank's products: this process's own, divided."""
+    return max(1, torch.get_num_threads() // size)
+
+
 class RankProcesses:
     """`size` running ranks. `ask` is not thread-safe; `close` ends them, as do the end of this object and of Python."""
 
@@ -54,7 +59,7 @@ class RankProcesses:
         self._unread = [b""] * size
         self._number, self._end_reason = 0, ""
         self._end = weakref.finalize(self, _end, self.processes, self._sockets, self._folder)
-        threads = max(1, torch.get_num_threads() // size)
+        threads = threads_per_rank(size)
         shared = {
             "size": size,
             "threads": threads,
