@@ -120,6 +120,30 @@ def test_figures_by_hand():
     ) == 200
 
 
+def test_the_engine_of_a_gpu_takes_the_same_load(pieces):
+    """Its loop, run as plain torch here: whoever waits joins, and the tokens are those of requests one by one."""
+    from gpu_models import gpu_model
+
+    from tutorial_lib.engine.drafting import ModelDrafting
+    from tutorial_lib.engine.gpu_engine import GpuEngine
+
+    def make(k: int) -> GpuEngine:
+        target, draft = (gpu_model(name, slots=3, max_seq_len=128) for name in (TINY, SMALL))
+        drafting = ModelDrafting(draft) if k else None
+        return GpuEngine(target, pieces, (), max_slots=3, max_seq_len=128, drafting=drafting, max_draft_len=k)
+
+    asked = tuple((tuple(range(i, i + 20)), 3 + i) for i in range(6))
+    alone = [serve(make(0), Load((job,), 1)).requests[0].done.token_ids for job in asked]
+    for k in (0, 2):
+        outcome = serve(make(k), Load(asked, 3))
+        assert [r.done.token_ids for r in outcome.requests] == alone
+        found = figures(outcome, is_speculative=bool(k))
+        assert found["queued_s"] is not None and found["kv_use_max"] > 0 and max(s[1] for s in outcome.samples) == 3
+    engine = make(2)
+    assert all(engine.time_rounds(batch, k, 30) > 0 for batch in (1, 3) for k in (0, 1, 2))
+    assert engine.scheduler.is_idle and engine.cache.pool.held == 0
+
+
 # ---- the experiment -------------------------------------------------------------------------------------------------
 
 
@@ -174,6 +198,17 @@ def test_the_summary_compares_with_plain_decoding_in_flight(document):
     assert found["stops_paying"] == {"draft_target": 4, "ngram": 1} and found["identical_text"] is False
     lines = load_run.describe(found)
     assert "ngram stops paying at 1" in lines and "in-flight batching 1.33x static" in lines[1]
+    for run in changed:
+        run |= {"rate": 2.0}
+    slower = next(r for r in changed if r["method"] == "ngram" and r["concurrency"] == 1)["figures"]
+    slower["latency_s_p50"] = 2 * changed[0]["figures"]["latency_s_p50"]
+    at_rate = load_run.summarize(changed[:3])
+    assert (
+        at_rate["stops_paying"]["ngram"] == 2.0
+        and "ngram 0.50x plain in median latency" in load_run.describe(at_rate)[0]
+    )
+    for run in changed:
+        run |= {"rate": None}
     assert load_run.summarize(changed[:4])["stops_paying"] == {"draft_target": None, "ngram": 1}  # cut by a budget
 
 

@@ -62,6 +62,9 @@ def test_throughput_and_waiting_against_concurrency():
     by_rate = plot_load([load_record("plain", 8, 20.0, rate=r) for r in (0.5, 2.0)])
     assert list(by_rate.data[0].x) == [0.5, 2.0] and by_rate.layout.xaxis3.title.text == "requests per second"
     assert "20 output tokens / s at best" in title(by_rate)
+    drafted = load_record("draft_target", 8, 10.0, rate=0.5)
+    by_latency = plot_load([load_record("plain", 8, 20.0, rate=0.5), drafted])  # half the latency, made so
+    assert "draft model 1.67× at 0.5" in title(by_latency)
 
 
 def test_runs_are_found_by_name():

@@ -162,7 +162,7 @@ class LLM:
         engine = getattr(self._backend, "engine", None)
         if engine is None or not getattr(self._backend, "is_shared", False):
             where = f"{self.info['backend']!r} on {self.info['device']}"
-            raise OptionError(f"backend {where} shows no engine whose calls share a batch", "backend 'torch' on a CPU")
+            raise OptionError(f"backend {where} shows no engine whose calls share a batch", "backend 'torch', open")
         return engine
 
     @overload

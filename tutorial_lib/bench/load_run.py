@@ -307,7 +307,9 @@ def _tokens_sha256(generations: Sequence[Generation]) -> str:
 
 def summarize(records: Sequence[Mapping[str, Any]]) -> Record:
     """Point by point of the sweep what each method yields beside plain decoding in flight, and static batching beside
-    that; and for every method the first point at which it yields less than plain decoding, None if there is none."""
+    that; and for every method the first point at which it loses, None if there is none. With closed arrivals it loses
+    where its output throughput is smaller; at a given rate throughput is the rate's as long as the machine keeps up,
+    and it loses where the median latency is longer."""
     points: list[Record] = []
     for place in dict.fromkeys(map(_place, records)):
         here = [r for r in records if _place(r) == place]
@@ -337,19 +339,21 @@ def _place(record: Mapping[str, Any]) -> tuple[int, float | None]:
 
 
 def _first_loss(points: Sequence[Record], name: str) -> float | None:
-    losing = [p["rate"] or p["concurrency"] for p in points if name in p["methods"] and not _pays(p["methods"][name])]
-    return losing[0] if losing else None
-
-
-def _pays(beside: Record) -> bool:
-    return beside["speedup"] >= 1
+    for point in points:
+        found = point["methods"].get(name)
+        if found is not None and found["latency_gain" if point["rate"] else "speedup"] < 1:
+            return point["rate"] or point["concurrency"]
+    return None
 
 
 def _beside(record: Mapping[str, Any], plain: Mapping[str, Any]) -> Record:
     found = record["figures"]
     names = [f"{name}_p{p}" for name in ("ttft_s", "tpot_ms", "latency_s") for p in loads.PERCENTILES]
     names += ["output_tok_s", "acceptance_length", "preemptions", "kv_use_max"]
-    return {n: found[n] for n in names} | {"speedup": found["output_tok_s"] / plain["figures"]["output_tok_s"]}
+    return {n: found[n] for n in names} | {
+        "speedup": found["output_tok_s"] / plain["figures"]["output_tok_s"],
+        "latency_gain": plain["figures"]["latency_s_p50"] / found["latency_s_p50"],
+    }
 
 
 def _is_identical(records: Sequence[Mapping[str, Any]]) -> bool | None:
@@ -365,9 +369,10 @@ def describe(summary: Mapping[str, Any]) -> list[str]:
     for point in summary["points"]:
         where = f"{point['rate']:g} requests/s" if point["rate"] else f"{point['concurrency']} at once"
         parts = [f"{name} {m['output_tok_s']:.1f} output tokens/s" for name, m in point["methods"].items()]
-        parts += [f"{name} {m['speedup']:.2f}x plain" for name, m in point["methods"].items() if name != PLAIN]
+        key, what = ("latency_gain", " in median latency") if point["rate"] else ("speedup", "")
+        parts += [f"{name} {m[key]:.2f}x plain{what}" for name, m in point["methods"].items() if name != PLAIN]
         if point["static"]:
-            parts.append(f"in-flight batching {1 / point['static']['speedup']:.2f}x static")
+            parts.append(f"in-flight batching {1 / point['static'][key]:.2f}x static{what}")
         lines.append(f"{where}: {', '.join(parts)}")
     for name, where in summary["stops_paying"].items():
         lines.append(f"{name} pays at every load" if where is None else f"{name} stops paying at {where:g}")
