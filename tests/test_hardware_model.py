@@ -99,7 +99,8 @@ def test_measured_step_times_predict_every_recorded_run(points):
         ("70b-1b", 10), ("70b-1b", 3), ("8b-1b", 5), ("embedded", 2), ("notebook 02", 8), ("notebook 07", 4),
     }  # fmt: skip
     assert {p.session for p in points if not p.is_judged} == {"notebook 03"}
-    assert evidence.errors(whole).worst <= 0.12
+    forced = evidence.errors([p for p in points if p.is_forced])  # long runs, acceptance known: little noise to hide in
+    assert forced.count >= 11 and forced.worst <= 0.025, forced
 
 
 def test_hardware_alone_predicts_the_h200_and_roughly_the_cpu(points):
