@@ -4,9 +4,9 @@ The surface of `engine.engine.Engine`, as far as `LLM` uses it, with ranks behin
 started anew, not forked and not by `multiprocessing`, so this works in a notebook, in a script without a main guard
 and beside running threads. They meet through a file and talk over the loopback interface.
 
-Every command goes to all ranks and every rank answers. A rank whose socket ends is dead: the others are ended at once
-and one `BackendUnavailable` says which it was. One that hangs makes the others' collectives time out, which is the
-same. Ctrl-C never reaches the ranks (their session is their own): they finish the turn, and its answer is dropped.
+Every command goes to all ranks and every rank answers. A rank whose socket ends is dead: whoever waits for an answer,
+or asks next, gets one `BackendUnavailable` that says which it was, and the others are ended. One that hangs makes the
+others' collectives time out, which is the same. Ctrl-C never reaches the ranks (their session is their own): they finish the turn, and its answer is dropped.
 """
 
 from __future__ import annotations
