@@ -220,14 +220,17 @@ def test_lookahead_on_a_gpu_has_the_rounds_it_has_on_a_cpu(sizes):
     assert sizes[1] == 1 or sum(r.accepted for g in ours for r in g.rounds) > 10
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 5}], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("sizes", SIZES[:3], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "sampling"),
+    [(SIZES[0], {}), (SIZES[0], {"temperature": 0.9, "seed": 5}), (SIZES[2], {}), (SIZES[4], {})],
+    ids=["greedy", "sampled", "deep", "wide"],
+)
 def test_lookahead_changes_no_text(sizes, sampling):
     options = lookahead(sizes)
     target = gpu_model(TARGET, slots=SLOTS, max_seq_len=200, draft_len=options["host"].max_tokens)
-    plain = [g.token_ids for g in texts(target, PROMPTS, **sampling)]
+    plain = [g.token_ids for g in texts(target, PROMPTS, count=24, **sampling)]
     made = engine(target, TEXT, **options)
-    params = SamplingParams(max_tokens=40, ignore_eos=True, **sampling)
+    params = SamplingParams(max_tokens=24, ignore_eos=True, **sampling)
     alone = [made.generate([p], [params])[0] for p in PROMPTS[:2]]
     for prompt, done, expected in zip(
         PROMPTS + PROMPTS[:2], made.generate(PROMPTS, [params] * 5) + alone, plain + plain[:2], strict=True

@@ -661,10 +661,10 @@ def argmax(logits, out, pdl: bool = False, *, ids=None, damage=None) -> None:
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes", "tiles", "ranks"])  # one compiled kernel for every level of a tree
 def _top_tile_kernel(
-    logits_ptr, best_ptr, where_ptr, sum_ptr, batch_stride, node_stride, nodes, vocab, tiles,
-    RANKS: tl.constexpr, HAS_SCORES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    logits_ptr, best_ptr, where_ptr, sum_ptr, batch_stride, node_stride, nodes, vocab, tiles, ranks,
+    HAS_SCORES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The largest of one tile of one row, in order."""
     row, tile = tl.program_id(0), tl.program_id(1)
@@ -675,21 +675,21 @@ def _top_tile_kernel(
     start = (row // nodes).to(tl.int64) * batch_stride + (row % nodes).to(tl.int64) * node_stride + tile * BLOCK
     x = tl.load(logits_ptr + start + i, mask=tile * BLOCK + i < vocab, other=-float("inf"))
     x = tl.where(x == x, x, float("inf"))
-    to = (row * tiles + tile) * RANKS
+    to = (row * tiles + tile) * ranks
     if HAS_SCORES:
         tl.store(sum_ptr + row * tiles + tile, tl.sum(tl.exp(x - tl.max(x, 0)), 0))
-    for rank in range(RANKS):
+    for rank in range(ranks):
         at = tl.argmax(x, 0)
         tl.store(best_ptr + to + rank, tl.max(x, 0))
         tl.store(where_ptr + to + rank, tile * BLOCK + at)
         x = tl.where(i == at, -float("inf"), x)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes", "columns", "tiles", "ranks", "out_stride", "score_stride"])
 def _top_finish_kernel(
     best_ptr, where_ptr, sum_ptr, ids_ptr, source_ptr, out_ptr, score_ptr,
-    nodes, columns, tiles, out_stride, score_stride,
-    RANKS: tl.constexpr, HAS_IDS: tl.constexpr, HAS_SCORES: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
+    nodes, columns, tiles, ranks, out_stride, score_stride,
+    HAS_IDS: tl.constexpr, HAS_SCORES: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
     COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The largest of one row out of those of its tiles, each to the columns that want it."""
@@ -699,19 +699,19 @@ def _top_finish_kernel(
     if PDL:
         tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
-    x = tl.load(best_ptr + row * tiles * RANKS + i, mask=i < tiles * RANKS, other=-float("inf"))
+    x = tl.load(best_ptr + row * tiles * ranks + i, mask=i < tiles * ranks, other=-float("inf"))
     if HAS_SCORES:
-        tops = tl.load(best_ptr + (row * tiles + t) * RANKS, mask=t < tiles, other=-float("inf"))
+        tops = tl.load(best_ptr + (row * tiles + t) * ranks, mask=t < tiles, other=-float("inf"))
         sums = tl.load(sum_ptr + row * tiles + t, mask=t < tiles, other=0.0)
         top = tl.max(tops, 0)
         whole = top + tl.log(tl.sum(tl.exp(tops - top) * sums, 0))
     out = out_ptr + (row // nodes) * out_stride + c
-    for rank in range(RANKS):
+    for rank in range(ranks):
         at, best = tl.argmax(x, 0), tl.max(x, 0)
-        token = tl.load(where_ptr + row * tiles * RANKS + at)
+        token = tl.load(where_ptr + row * tiles * ranks + at)
         if HAS_IDS:
             token = tl.load(ids_ptr + token).to(tl.int32)
-        is_wanted = source == (row % nodes) * RANKS + rank
+        is_wanted = source == (row % nodes) * ranks + rank
         tl.store(out, tl.zeros([COLUMNS], tl.int32) + token, mask=is_wanted)
         if HAS_SCORES:
             score = score_ptr + (row // nodes) * score_stride + c
@@ -732,16 +732,16 @@ def top_tokens(logits, out, source, ranks: int, pdl: bool = False, *, ids=None, 
     best = torch.empty(batch * nodes, tiles, ranks, device=logits.device, dtype=torch.float32)
     where = torch.empty(batch * nodes, tiles, ranks, device=logits.device, dtype=torch.int32)
     sums = None if scores is None else torch.empty(batch * nodes, tiles, device=logits.device, dtype=torch.float32)
-    options = {"RANKS": ranks, "HAS_SCORES": scores is not None, "PDL": pdl and not IS_INTERPRETED}
+    options = {"HAS_SCORES": scores is not None, "PDL": pdl and not IS_INTERPRETED}
     options |= launch_options(pdl)
     _top_tile_kernel[(batch * nodes, tiles)](
-        logits, best, where, sums, logits.stride(0), logits.stride(1), nodes, vocab, tiles, BLOCK=TOP_TILE,
+        logits, best, where, sums, logits.stride(0), logits.stride(1), nodes, vocab, tiles, ranks, BLOCK=TOP_TILE,
         num_warps=4, **options,
     )  # fmt: skip
     _top_finish_kernel[(batch * nodes,)](
-        best, where, sums, ids, source, out, scores, nodes, columns, tiles, out.stride(0),
+        best, where, sums, ids, source, out, scores, nodes, columns, tiles, ranks, out.stride(0),
         0 if scores is None else scores.stride(0), HAS_IDS=ids is not None,
-        BLOCK=triton.next_power_of_2(tiles * ranks), TILES=triton.next_power_of_2(tiles),
+        BLOCK=max(128, triton.next_power_of_2(tiles * ranks)), TILES=triton.next_power_of_2(tiles),
         COLUMNS=triton.next_power_of_2(columns), num_warps=4, **options,
     )  # fmt: skip
 
@@ -971,7 +971,7 @@ def _ranks(value, index, score_ptr, count, CHUNK: tl.constexpr):
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["found_stride", "first", "nodes", "count", "width", "span_in", "span_out"])
 def _grow_tree_kernel(
     found_token_ptr, found_score_ptr, found_parent_ptr, fresh_ptr, row_ptr,
     number_in_ptr, sum_in_ptr, seen_in_ptr, number_out_ptr, sum_out_ptr, seen_out_ptr, word_ptr, behind_ptr,
@@ -1031,7 +1031,7 @@ def grow_tree(found, first: int, fresh, rows, before: Beam | None, after: Beam |
         found.tokens, found.scores, found.parents, fresh, rows, *(before or none)[:3], *(after or none),
         found.tokens.shape[1], first, count // width, count, width, span_in, span_in + width,
         HAS_BEAM=before is not None, IS_LAST=after is None, COUNT=triton.next_power_of_2(count),
-        SPAN=triton.next_power_of_2(span_in + width), PDL=pdl and not IS_INTERPRETED, num_warps=4,
+        SPAN=max(16, triton.next_power_of_2(span_in + width)), PDL=pdl and not IS_INTERPRETED, num_warps=4,
         **launch_options(pdl),
     )  # fmt: skip
 
