@@ -75,3 +75,15 @@ def test_every_gpu_has_a_row_with_its_sheet():
     assert [row["GPU"] for row in rows] == list(GPUS) and all(row["data sheet"] for row in rows)
     by_name = {row["GPU"]: row for row in rows}
     assert by_name["L40S"]["speed-up"] > by_name["H200"]["speed-up"] > by_name["B200"]["speed-up"] > 1
+
+
+def test_the_batch_figure_says_up_to_where_it_pays():
+    figure = what_if.plot_batches(CEILINGS)
+    pair, _ = what_if.pair_on(CEILINGS, "H200", "llama-3.3-70b", "llama-3.2-1b")
+    stops = pair.batch_it_stops_at(0.8, 10)
+    assert f"K = 10 up to a batch of {stops - 1}" in figure.layout.title.text.replace("<br>", " ")
+    line = next(trace for trace in figure.data if trace.name == "K = 10")
+    assert all((gain > 1) == (batch < stops) for batch, gain in zip(line.x, line.y, strict=True))
+    assert line.y[0] == pytest.approx(pair.choices(0.8, 10)[10].speedup) and "predicted" in str(
+        figure.layout.title.subtitle
+    )

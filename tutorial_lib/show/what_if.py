@@ -12,11 +12,13 @@ import html
 from dataclasses import replace
 from typing import Any
 
+import plotly.graph_objects as go
+
 from ..bench import cost_model
 from ..bench.hardware_model import Ceilings, ModelCost, Pair, model_cost, on_another
 from ..plan import GB, GPUS
 from ..shapes import DUMMIES
-from . import widgets
+from . import plots, widgets
 
 LOOKUP = "a look-up"
 TARGETS = ("llama-3.1-8b", "llama-3.3-70b", "llama-3.1-405b")
@@ -137,3 +139,37 @@ def accelerators_rows(
             }
         )
     return rows
+
+
+BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+_LENS = ((3, "circle", "dot", "#0072B2"), (5, "square", "dash", "#D55E00"), (10, "diamond", "solid", "#009E73"))
+
+
+def plot_batches(
+    ceilings: Ceilings,
+    *,
+    GPU: str = "H200",
+    target: str = "llama-3.3-70b",
+    drafter: str = "llama-3.2-1b",
+    alpha: float = 0.8,
+    context: int = 600,
+) -> go.Figure:
+    """Predicted speed-up against the batch, one line for every K: rows are free until arithmetic binds."""
+    figure, found = go.Figure(), []
+    pair, dtype = pair_on(ceilings, GPU, target, drafter, context=context)
+    for k, symbol, dash, color in _LENS:
+        gains = [replace(pair, batch=batch).choices(alpha, k)[k].speedup for batch in BATCHES]
+        figure.add_scatter(
+            x=BATCHES, y=gains, mode="lines+markers", name=f"K = {k}", line={"color": color, "dash": dash, "width": 2},
+            marker={"symbol": symbol, "size": 8, "color": color},
+            hovertemplate="batch %{x}<br>%{y:.2f}× predicted<extra>%{fullData.name}</extra>",
+        )  # fmt: skip
+        stops = pair.batch_it_stops_at(alpha, k)
+        found.append(f"K = {k} at any batch" if stops is None else f"K = {k} up to a batch of {stops - 1}")
+    plots._line_at_one(figure)
+    axes = {"x": "requests at once, logarithmic", "y": "predicted speed-up of decoding (×)"}
+    plots._layout(figure, "Predicted to pay: " + ", ".join(found), [], **axes)
+    about = f"{target} with {drafter} on one {GPU}, {dtype}, α = {alpha:g}, {context} tokens of context each"
+    figure.update_layout(title_subtitle_text=f"<b>predicted</b>, no measurement: {html.escape(about)}", showlegend=True)
+    figure.update_xaxes(type="log", tickvals=[1, 2, 4, 8, 16, 32, 64, 128, 256, 512])
+    return figure.update_yaxes(rangemode="tozero")
