@@ -167,7 +167,7 @@ def plot_batches(
         stops = pair.batch_it_stops_at(alpha, k)
         found.append(f"K = {k} at any batch" if stops is None else f"K = {k} up to a batch of {stops - 1}")
     plots._line_at_one(figure)
-    axes = {"x": "requests at once, logarithmic", "y": "predicted speed-up of decoding (×)"}
+    axes: dict[str, Any] = {"x": "requests at once, logarithmic", "y": "predicted speed-up of decoding (×)"}
     plots._layout(figure, "Predicted to pay: " + ", ".join(found), [], **axes)
     about = f"{target} with {drafter} on one {GPU}, {dtype}, α = {alpha:g}, {context} tokens of context each"
     figure.update_layout(title_subtitle_text=f"<b>predicted</b>, no measurement: {html.escape(about)}", showlegend=True)
