@@ -160,6 +160,7 @@ def document(tmp_path_factory):
 
 
 def test_every_run_has_its_figures_and_its_requests(document):
+    assert set(document["batching"]) == {IN_FLIGHT, STATIC}
     assert json.dumps(document, allow_nan=False) and set(document["definitions"]) == set(document["runs"][0]["figures"])
     runs = [(r["method"], r["batching"], r["concurrency"]) for r in document["runs"]]
     assert runs == [

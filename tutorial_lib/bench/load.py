@@ -56,6 +56,10 @@ DEFINITIONS: dict[str, str] = {
         for name in ("drafted", "accepted", "acceptance_length", "acceptance_rate", "mean_draft_len")
     },
 }
+BATCHING = {
+    IN_FLIGHT: "Requests join and leave between two rounds, as soon as a place is free.",
+    STATIC: "A batch takes what waits, up to the concurrency; nobody joins until its last request has ended.",
+}
 
 
 class Stream(Protocol):

@@ -167,7 +167,7 @@ def bench_load(
     say: Say = print,
     make_llm: Callable[..., Any] | None = None,
 ) -> Record:
-    """Every load on every method in turns: {"experiment", "profile", "runs", "parts", "definitions", "summary"}.
+    """Every load on every method in turns: {"experiment", "profile", "runs", "parts", "definitions", "batching", "summary"}.
 
     budget_s: runs that would end later, judged by the run of the same kind before, are left out and named in "parts".
     Raises `OptionError` before anything is loaded.
@@ -207,6 +207,7 @@ def bench_load(
         "runs": records,
         "parts": parts,
         "definitions": loads.DEFINITIONS,
+        "batching": loads.BATCHING,
         "summary": summary,
     }
 
