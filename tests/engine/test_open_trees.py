@@ -71,7 +71,14 @@ def device_trees(layer: TinyLayer, config, ids: torch.Tensor, roots: torch.Tenso
     drafting.logits = layer.logits
     drafting.first_step = lambda round, rows: (roots.clone(), roots, torch.arange(batch))
 
+    seen: dict[int, list[int]] = {root: [] for root in range(batch)}  # by where a node's output lies
+
     def step(words, g, parts, table, lengths, slots, rows, *, behind, tree, tap):
+        before = tree[0].shape[1] - rows
+        for i, (place, parent) in enumerate(zip(tap.rows.tolist(), behind.tolist(), strict=True)):
+            seen[place] = [*seen[parent], (place - batch) % growth.run]
+            assert tree[0][i].nonzero().flatten().tolist() == seen[place]
+            assert before + tree[1][i] == len(seen[place]) - 1  # positions behind the first node's
         x = torch.stack([layer.output(g[i], word) for i, word in zip(behind.tolist(), words.tolist(), strict=True)])
         tap.out[tap.rows] = x
         return x, x
