@@ -160,14 +160,15 @@ def document(tmp_path_factory):
 
 
 def test_every_run_has_its_figures_and_its_requests(document):
-    assert set(document["batching"]) == {IN_FLIGHT, STATIC}
-    assert json.dumps(document, allow_nan=False) and set(document["definitions"]) == set(document["runs"][0]["figures"])
+    assert json.dumps(document, allow_nan=False)
     runs = [(r["method"], r["batching"], r["concurrency"]) for r in document["runs"]]
     assert runs == [
         ("plain", IN_FLIGHT, 1), ("draft_target", IN_FLIGHT, 1), ("ngram", IN_FLIGHT, 1), ("plain", IN_FLIGHT, 4),
         ("plain", STATIC, 4), ("draft_target", IN_FLIGHT, 4), ("ngram", IN_FLIGHT, 4),
     ]  # fmt: skip
     for run in document["runs"]:
+        assert run["definitions"].keys() - run["figures"].keys() == {f"batching {run['batching']}"}
+        assert run["figures"].keys() <= run["definitions"].keys()
         assert len(run["timeline"]) == 3 * run["concurrency"] == run["figures"]["requests"]
         for row in run["timeline"]:
             assert 0 <= row["arrival_s"] <= row["admitted_s"] < row["first_token_s"] <= row["end_s"]

@@ -167,7 +167,8 @@ def bench_load(
     say: Say = print,
     make_llm: Callable[..., Any] | None = None,
 ) -> Record:
-    """Every load on every method in turns: {"experiment", "profile", "runs", "parts", "definitions", "batching", "summary"}.
+    """Every load on every method in turns: {"experiment", "profile", "runs", "parts", "summary"}. Each run carries the
+    definitions of its figures.
 
     budget_s: runs that would end later, judged by the run of the same kind before, are left out and named in "parts".
     Raises `OptionError` before anything is loaded.
@@ -206,8 +207,6 @@ def bench_load(
         "profile": profile.name,
         "runs": records,
         "parts": parts,
-        "definitions": loads.DEFINITIONS,
-        "batching": loads.BATCHING,
         "summary": summary,
     }
 
@@ -293,6 +292,7 @@ def _record(llm: Any, about: Record, outcome: Outcome, s: Settings, profile: Pro
         "is_simulated": is_simulated or s.target.startswith("dummy:"),
         "tokens_sha256": None if is_simulated else _tokens_sha256(done),
         "figures": loads.figures(outcome, is_speculative=config is not None),
+        "definitions": loads.DEFINITIONS | {f"batching {about['batching']}": loads.BATCHING[about["batching"]]},
         "timeline": loads.timeline(outcome),
         "kv_use": loads.thinned(outcome.samples),
         "provenance": origin,
