@@ -17,6 +17,7 @@ from test_graph import greedy
 from test_head_drafting import DYNAMIC, PROMPTS, SLOTS, eagle, features_of, texts
 from tiny_heads import SHORTLIST, TARGET, SlowEagle, eagle_tensors
 
+from tutorial_lib.bench.methods import WIDE_TREES
 from tutorial_lib.config import EagleDecodingConfig, LookaheadDecodingConfig, SamplingParams, SimulatedAcceptance
 from tutorial_lib.drafters.base import SlotState
 from tutorial_lib.drafters.eagle import EagleDrafter, dynamic_sizes
@@ -160,6 +161,19 @@ def test_a_growth_that_no_step_holds_is_refused(tmp_path):
     drafting = eagle(target, tmp_path, **DYNAMIC)
     with pytest.raises(OptionError, match="simulated_acceptance.*anew"):
         texts(target, [[1]], drafting, forced=2.0)
+
+
+@pytest.mark.parametrize("name", ["eagle3_fixed16", "eagle3_fixed32", "eagle3_fixed63", "eagle3_dynamic32"])
+def test_trees_of_the_shipped_sizes_change_no_text(name, tmp_path):
+    """As many requests at a time as a step holds: one with 63 tokens, three with 16."""
+    config = WIDE_TREES[name].make(5, "")
+    tree = {key: getattr(config, key) for key in ("eagle_choices", *DYNAMIC)}
+    target = gpu_model(TARGET, slots=SLOTS, max_seq_len=200, draft_len=63)
+    drafting = eagle(target, tmp_path, **tree, max_draft_len=config.max_draft_len)
+    plain, done = texts(target, PROMPTS, count=14), texts(target, PROMPTS, drafting, count=14)
+    for prompt, ours, theirs in zip(PROMPTS, done, plain, strict=True):
+        assert is_the_same(target, prompt, ours.token_ids, theirs.token_ids)
+        assert all(len(r.drafted) == int(name[-2:]) and r.depth <= config.max_draft_len for r in ours.rounds)
 
 
 # ---- trees from the host ---------------------------------------------------------------------------------------------
