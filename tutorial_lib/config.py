@@ -154,7 +154,8 @@ class DraftTargetDecodingConfig(DecodingBaseConfig):
     checkpoint or an engine directory; `speculative_model` is TensorRT-LLM 1.2's other name for it.
 
     confidence_threshold (the workbook's own option): stop drafting after a token to which the drafter gave a lower
-    probability than this; None drafts `max_draft_len` tokens always.
+    probability than this; None drafts `max_draft_len` tokens always. On a CPU only: a round on a GPU is one graph of
+    fixed length, in which stopping early saves no time.
     """
 
     decoding_type: ClassVar[str] = "Draft_Target"
