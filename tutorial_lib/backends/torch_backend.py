@@ -23,6 +23,7 @@ from ..engine.build import build_engine, choose_device, load_model, machine_arch
 from ..engine.engine import Engine, RequestStream
 from ..engine.model import ModelConfig
 from ..engine.parallel import ParallelModel, Ranks, check_split, load_rank
+from ..engine.reference import PAGE
 from ..engine_dir import EngineInfo, is_engine_dir, open_engine, require
 from ..errors import OptionError
 from ..models import Checkpoint, check_pair, load_tokenizer, resolve
@@ -102,7 +103,7 @@ class TorchBackend:
             )
         else:
             self.engine = assemble(target, drafter, head, speculative_config, self.tokenizer, kv_cache_config)
-        self.is_shared = self.device == "cpu"  # calls run in one batch; the GPU's loop serves them one after another
+        self.is_shared = True  # calls and open streams run in one batch
         self.info: dict[str, Any] = {
             "backend": "torch",
             "target": target.checkpoint,
@@ -127,11 +128,8 @@ class TorchBackend:
         return self._running().generate(prompts, params)
 
     def stream(self, prompt: Sequence[int], params: SamplingParams) -> Iterator[Generation | None]:
-        """The generation so far, whenever it has grown. On a CPU None for a turn that brought this request nothing."""
-        engine = self._running()
-        if self.is_shared or isinstance(engine, ParallelEngine):
-            return engine.open([prompt], [params])[0]
-        return engine.stream(prompt, params)
+        """The generation so far, whenever it has grown; None for a turn that brought this request nothing."""
+        return self.open([prompt], [params])[0]
 
     def open(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
@@ -215,8 +213,16 @@ def _refuse_unsupported(
     speculative: DecodingBaseConfig | None, kv: KvCacheConfig | None, tensor_parallel_size: int, device: str
 ) -> None:
     refuse_unsupported(speculative, device)
-    honoured = {"dtype"} if device == "cuda" else {"enable_block_reuse", "tokens_per_block", "max_tokens"}
+    honoured = {"enable_block_reuse", "max_tokens"} | ({"dtype"} if device == "cuda" else {"tokens_per_block"})
     refused = [name for name in (kv.changed_options() if kv else []) if name not in honoured]
+    if kv is not None and refused == ["tokens_per_block"]:
+        if kv.tokens_per_block == PAGE:
+            return
+        raise OptionError(
+            f"KvCacheConfig.tokens_per_block is {kv.tokens_per_block}",
+            f"{PAGE} on a GPU, the tile of its attention kernel",
+            "leave it out, or use device='cpu'",
+        )
     if refused:
         raise OptionError(
             f"the torch backend on a {device} device cannot honour KvCacheConfig({refused[0]}=…)",
@@ -283,9 +289,10 @@ def _assemble_gpu(
 ) -> Engine:
     from ..drafters.lookahead import LookaheadDrafter
     from ..engine.drafting import ModelDrafting, OpenTree
-    from ..engine.gpu_build import load_gpu_model
+    from ..engine.gpu_build import load_gpu_model, page_count
     from ..engine.gpu_engine import GpuEngine
     from ..engine.gpu_model import MAX_STEP_ROWS, Ops, compile_steps
+    from ..engine.paged_cache import ring_positions
 
     is_fp8_cache = kv is not None and kv.dtype == "fp8"
     for info in (target, drafter):
@@ -298,15 +305,18 @@ def _assemble_gpu(
     if drafter is not None and drafter.max_seq_len < target.max_seq_len:
         raise OptionError(
             f"the drafter's context ends at {drafter.max_seq_len} tokens and the target's at {target.max_seq_len}",
-            "a drafter as long as the target: rounds on a GPU always draft",
+            "a drafter as long as the target: a round on a GPU drafts for all of its requests",
             f"use max_seq_len={drafter.max_seq_len}",
         )
     k = gpu_draft_rows(config, head, ModelConfig.from_hf(target.model_config))
     kv_dtype = torch.float8_e4m3fn if is_fp8_cache else torch.bfloat16
     ops = Ops.make(off=kernels_off)
-    model, _ = load_gpu_model(target, max_draft_len=k, kv_dtype=kv_dtype, ops=ops)
+    windows = [ModelConfig.from_hf(i.model_config).sliding_window for i in (target, drafter) if i is not None]
+    pages = page_count(target, k, None if head is not None else ring_positions(windows), kv.max_tokens if kv else None)
+    options: dict[str, Any] = {"max_draft_len": k, "pages": pages, "kv_dtype": kv_dtype, "ops": ops}
+    model, _ = load_gpu_model(target, **options)
     if drafter is not None:
-        drafting: Any = ModelDrafting(*load_gpu_model(drafter, max_draft_len=k, kv_dtype=kv_dtype, ops=ops))
+        drafting: Any = ModelDrafting(*load_gpu_model(drafter, **options))
     else:
         drafting = make_drafting(config, model, target.eos_token_ids, head, target.max_batch_size)
     is_on_host = isinstance(config, ON_HOST)
@@ -315,6 +325,9 @@ def _assemble_gpu(
         host_tree = OpenTree(drafting.max_tokens, drafting.max_depth, model.device)
     of_draft = [(drafting.model, (MAX_STEP_ROWS, 2, 1))] if isinstance(drafting, ModelDrafting) else []
     compile_steps([(model, (MAX_STEP_ROWS, 1, k + 1)), *of_draft])
+    schedule = config.draft_len_schedule if config else None
+    if config and schedule:  # a full K is all rows of a tree
+        schedule = {size: k if length == config.max_draft_len else length for size, length in schedule.items()}
     return GpuEngine(
         model,
         tokenizer,
@@ -325,6 +338,8 @@ def _assemble_gpu(
         host_drafter=drafting if is_on_host else None,
         host_tree=host_tree,
         max_draft_len=k,
+        draft_len_schedule=schedule,
+        kv_cache_config=kv,
         simulated_acceptance=simulated,
     )
 

@@ -62,12 +62,6 @@ def refuse_unsupported(config: DecodingBaseConfig | None, device: str) -> None:
             "draft early would save no time and only lose tokens",
             "leave it out, or use device='cpu'",
         )
-    if device == "cuda" and config.draft_len_schedule is not None:
-        raise OptionError(
-            f"the torch backend on a GPU cannot honour {name}(draft_len_schedule=…)",
-            "None: its rounds always draft max_draft_len tokens",
-            "leave it out, or use device='cpu'",
-        )
 
 
 def resolve_head(config: DecodingBaseConfig | None, say: Callable[[str], None]) -> Checkpoint | None:

@@ -79,8 +79,9 @@ Tree = DeviceTree | OpenTree
 class Drafting(Protocol):
     """vocab_size: ids from here on mean nothing to it and are read as id 0 (a guess costs speed only). tree: None for
     a chain. feature_layers: hidden states it wants of the target, as in `drafters.base`; they lie in
-    `round.state.features`. caches: [layers, pages, ...] each, read through the table of the target's. ahead: how many
-    tokens behind a position its keys depend on. is_following: rounds without drafts leave nothing to catch up."""
+    `round.state.features`. caches: [layers, pages, ...] each, read through the table of the target's; windows: how far
+    back each of them is looked at, None for all of it. ahead: how many tokens behind a position its keys depend on.
+    is_following: rounds without drafts leave nothing to catch up."""
 
     vocab_size: int
     tree: Tree | None
@@ -90,6 +91,9 @@ class Drafting(Protocol):
 
     @property
     def caches(self) -> Sequence[torch.Tensor]: ...
+
+    @property
+    def windows(self) -> Sequence[int | None]: ...
 
     def take(self, prompt_ids: Sequence[int], table: torch.Tensor, slot: int) -> Take | None:
         """What to do with each prefill step's features of a prompt; None if nothing."""
@@ -112,6 +116,7 @@ class Unbound:
     """What drafters without a cache of their own have in common."""
 
     caches: Sequence[torch.Tensor] = ()
+    windows: Sequence[int | None] = ()
     ahead = 0
     is_following = True
 
@@ -146,6 +151,10 @@ class ModelDrafting:
     @property
     def caches(self) -> Sequence[torch.Tensor]:
         return [self.model.cache]
+
+    @property
+    def windows(self) -> Sequence[int | None]:
+        return [self.model.config.sliding_window]
 
     def take(self, prompt_ids: Sequence[int], table: torch.Tensor, slot: int) -> None:
         return None

@@ -28,6 +28,8 @@ from .gpu_model import (
     rotary_tables,
     seconds_of,
 )
+from .graph import position_limit
+from .kv_cache import block_count
 from .model import ModelConfig, pack
 from .quantize import calibrate, quantize_fp8, random_fp8
 from .reference import FP8
@@ -424,14 +426,27 @@ def _calibration_ids(checkpoint: Checkpoint) -> list[list[int]]:
     return [render(prompt, tokenizer)[:512] for prompt in load_prompts()[: len(CALIBRATION_TEXTS)]]
 
 
+def page_count(target: EngineInfo, max_draft_len: int, ring: int | None, max_tokens: int | None) -> int:
+    """Pages that an engine's caches share, the scratch page among them: for every slot at full length, or the `ring`
+    positions it goes round in; at most for `max_tokens` in all. Raises `OptionError`."""
+    positions = position_limit(target.max_seq_len, max_draft_len)
+    blocks = -(-min(positions, ring or positions) // PAGE)
+    return block_count(target.max_batch_size * blocks, max_tokens, PAGE) + 1
+
+
 def load_gpu_model(
-    info: EngineInfo, *, max_draft_len: int, kv_dtype: torch.dtype = torch.bfloat16, ops: Ops | None = None
+    info: EngineInfo,
+    *,
+    max_draft_len: int,
+    pages: int | None = None,
+    kv_dtype: torch.dtype = torch.bfloat16,
+    ops: Ops | None = None,
 ) -> tuple[GpuModel, torch.Tensor | None]:
-    """The model of a GPU engine directory with cache for its limits, and a shortlist drafter's output ids."""
+    """The model of a GPU engine directory with `pages` of cache (None: room for all it may serve), and a shortlist
+    drafter's output ids."""
     from safetensors.torch import load_file
 
     from .build import WEIGHTS
-    from .graph import position_limit
 
     config, facts = ModelConfig.from_hf(info.model_config), info.manifest["build"]
     if facts["is_dummy"] and info.dtype == "fp8":
@@ -443,13 +458,12 @@ def load_gpu_model(
         packed = pack(tensors, config, is_interleaved=False)
     else:
         packed = load_file(info.path / WEIGHTS, device="cuda")
-    blocks = -(-position_limit(info.max_seq_len, max_draft_len) // PAGE)
     model = assemble(
         config,
         packed,
         info.tactics,
-        pages=info.max_batch_size * blocks + 1,
-        max_positions=blocks * PAGE,
+        pages=pages or page_count(info, max_draft_len, None, None),
+        max_positions=-(-position_limit(info.max_seq_len, max_draft_len) // PAGE) * PAGE,
         ops=ops or Ops.make(),
         max_sequences=info.max_batch_size,
         kv_dtype=kv_dtype,

@@ -27,7 +27,7 @@ from .engine import Engine, Request, _arbitrary_ids, _median_s
 from .gpu_model import MAX_STEP_ROWS, PAGE, GpuModel, captured, compile_steps, seconds_of, upload
 from .graph import DeviceState, RoundProgram, forced_schedule, position_limit
 from .model import PREFILL_CHUNK
-from .paged_cache import PagedCache, Seat
+from .paged_cache import PagedCache, Seat, ring_positions
 from .sampling import Purpose
 from .scheduler import Scheduler
 from .verify import Verdict
@@ -104,6 +104,7 @@ class GpuEngine(Engine):
             max_tokens=kv.max_tokens,
             enable_block_reuse=kv.enable_block_reuse,
             ahead=drafting.ahead if drafting is not None else 0,
+            ring=ring_positions([target.config.sliding_window, *(drafting.windows if drafting is not None else ())]),
         )
         self.scheduler = Scheduler(max_slots, self.cache, max_rows=PREFILL_CHUNK, pass_rows=MAX_STEP_ROWS)
         self._free, self._is_stepping = self.scheduler.free, False

@@ -104,6 +104,10 @@ class EagleDrafting:
     def caches(self) -> Sequence[torch.Tensor]:
         return [self.cache[None]]
 
+    @property
+    def windows(self) -> Sequence[int | None]:
+        return [self.shape.sliding_window]
+
     def begin(self, ids: Sequence[int], table: torch.Tensor, slot: int, start: int) -> None: ...
 
     def follow(self, round: RoundProgram) -> None:

@@ -16,8 +16,15 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import OptionError
-from .gpu_model import PAGE, upload
+from .gpu_model import MAX_STEP_ROWS, PAGE, upload
 from .kv_cache import NO_REUSE_WITH_A_WINDOW, BlockCache, BlockPool, Holding, block_count
+
+
+def ring_positions(windows: Sequence[int | None]) -> int | None:
+    """How many positions a text needs at most, if all models that share its table look at a window of so many. A step's
+    rows are written before the first of them looks back, so they come on top. None: all positions."""
+    known = [window for window in windows if window is not None]
+    return max(known) + MAX_STEP_ROWS if known and len(known) == len(windows) else None
 
 
 @dataclass
@@ -36,8 +43,8 @@ class Seat(Holding):
 
 class PagedCache(BlockCache):
     """caches: of every model that reads `table`, [layers, pages, ...]; page number `pages` is scratch. max_tokens: in
-    all pages together, None for all there are. window: positions that a text needs at most, where all of the models
-    look at a sliding window: its pages then go round as a ring. ahead: see `BlockPool`. Raises `OptionError`."""
+    all pages together, None for all there are. ring: positions after which a text's pages go round, see
+    `ring_positions`. ahead: see `BlockPool`. Raises `OptionError`."""
 
     holding_type = Seat
 
@@ -50,11 +57,11 @@ class PagedCache(BlockCache):
         max_tokens: int | None = None,
         enable_block_reuse: bool = False,
         ahead: int = 0,
-        window: int | None = None,
+        ring: int | None = None,
     ) -> None:
-        if enable_block_reuse and window is not None:
+        if enable_block_reuse and ring is not None:
             raise OptionError(*NO_REUSE_WITH_A_WINDOW)
-        positions = table.shape[1] * PAGE if window is None else window
+        positions = min(table.shape[1] * PAGE, ring or table.shape[1] * PAGE)
         pool = BlockPool(block_count(pages, max_tokens, PAGE), PAGE, ahead)
         super().__init__(pool, rows_per_slot=positions, enable_block_reuse=enable_block_reuse)
         self.caches, self.table, self.scratch_page = caches, table, pages
