@@ -6,7 +6,8 @@ and beside running threads. They meet through a file and talk over the loopback 
 
 Every command goes to all ranks and every rank answers. A rank whose socket ends is dead: whoever waits for an answer,
 or asks next, gets one `BackendUnavailable` that says which it was, and the others are ended. One that hangs makes the
-others' collectives time out, which is the same. Ctrl-C never reaches the ranks (their session is their own): they finish the turn, and its answer is dropped.
+others' collectives time out, which is the same. Ctrl-C never reaches the ranks (their session is their own): they
+finish the turn, and its answer is dropped.
 """
 
 from __future__ import annotations
