@@ -175,7 +175,7 @@ class LLM:
     ) -> list[Generation]: ...
     def generate(self, inputs, sampling_params=None):
         """Decode one prompt (text or token ids) or a list of them, in order; as many at once as the engine has slots.
-        On a CPU, streams that are open and calls in other threads share the batch.
+        With the torch backend, streams that are open and calls in other threads share the batch.
 
         Text gets the special tokens that the tokenizer adds by itself; a chat template is the caller's
         (`tutorial_lib.bench.prompts.render`). sampling_params: one for all, or one for each; default greedy.
@@ -213,8 +213,8 @@ class LLM:
         far after every round; without `streaming` only the finished one comes. `.result()` waits for the end,
         `.abort()` ends it now.
 
-        On a CPU the request is in line from this call on, and whoever reads one moves all of them; elsewhere its work
-        begins when it is read."""
+        With the torch backend the request is in line from this call on, and whoever reads one moves all of them;
+        elsewhere its work begins when it is read."""
         ids, params = self._ids(inputs), sampling_params or SamplingParams()
         with self._turn:
             return GenerationStream(self._backend.stream(ids, params), streaming, self._turn, self._metrics)

@@ -213,16 +213,15 @@ def _refuse_unsupported(
     speculative: DecodingBaseConfig | None, kv: KvCacheConfig | None, tensor_parallel_size: int, device: str
 ) -> None:
     refuse_unsupported(speculative, device)
-    honoured = {"enable_block_reuse", "max_tokens"} | ({"dtype"} if device == "cuda" else {"tokens_per_block"})
-    refused = [name for name in (kv.changed_options() if kv else []) if name not in honoured]
-    if kv is not None and refused == ["tokens_per_block"]:
-        if kv.tokens_per_block == PAGE:
-            return
+    honoured = {"enable_block_reuse", "max_tokens", "tokens_per_block"} | ({"dtype"} if device == "cuda" else set())
+    changed = kv.changed_options() if kv else []
+    if kv is not None and device == "cuda" and "tokens_per_block" in changed and kv.tokens_per_block != PAGE:
         raise OptionError(
             f"KvCacheConfig.tokens_per_block is {kv.tokens_per_block}",
             f"{PAGE} on a GPU, the tile of its attention kernel",
             "leave it out, or use device='cpu'",
         )
+    refused = [name for name in changed if name not in honoured]
     if refused:
         raise OptionError(
             f"the torch backend on a {device} device cannot honour KvCacheConfig({refused[0]}=…)",

@@ -345,7 +345,7 @@ class GpuEngine(Engine):
         slot, state, count, device = request.slot, self.state, len(request.prompt_ids), logits.device
         report = torch.zeros(2, dtype=torch.int32, device=device)
         damage, token = report[:1], report[1:]
-        self.target.ops.argmax(logits, token, damage=damage)
+        self.target.ops.argmax(logits, token, self.target.ops.pdl, damage=damage)
         if not request.params.is_greedy:
             own = state.params.select(torch.full((1,), slot, device=device))
             position = torch.full((1,), count, device=device)
