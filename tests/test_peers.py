@@ -143,6 +143,32 @@ def test_a_method_that_one_engine_refuses_leaves_its_plain_run_and_sampled_texts
             run(wrong, engines)
 
 
+def test_engines_that_do_not_fit_together_run_one_after_another():
+    open_at_once = []
+
+    class Large(Engine):
+        def generate(self, inputs, params=None):
+            open_at_once.append(sum(not e.is_closed for e in made))
+            return super().generate(inputs, params)
+
+    made = []
+
+    def make(backend, asked, drafter, prompts):
+        made.append(Large(backend, drafter, 0.01))
+        return made[-1]
+
+    two_turns = [Prompt("a", "easy", ("one two", "and then"))]
+    asked = Asked("t", DRAFTER, "float32", "cpu", max_tokens=6)
+    document = compare_backends(
+        ["torch", "vllm"], asked, prompts=two_turns, say=lambda line: None, make=make, repeats=2, one_at_a_time=True
+    )
+    assert len(made) == 4 and set(open_at_once) == {1} and all(e.is_closed for e in made)
+    entries = document["summary"]["entries"]
+    assert [e["status"] for e in entries] == ["ran"] * 4 and {e["same_text"] for e in entries} == {True}
+    assert document["runs"][0]["figures"]["requests"] == 1  # later turns would need another engine's answers
+    assert "not in turns" in document["summary"]["notes"][-1]
+
+
 # ---- a process of its own -------------------------------------------------------------------------------------------
 
 

@@ -34,6 +34,14 @@ def folder(tmp_path_factory):
         "kind": "generation", "prompt": EVIL, "text": f"model text {EVIL}", "figures": {"output_tok_s": 3.5},
         "provenance": runs[0]["provenance"],
     }  # fmt: skip
+    load = runs[0] | {"kind": "load", "experiment": "load", "batching": "in flight", "concurrency": 1, "rate": None}
+    waits = {
+        f"{name}_{p}": 0.5 for name in ("ttft_s", "tpot_ms", "latency_s", "queued_s") for p in ("p50", "p90", "p99")
+    }
+    loads = [
+        load | {"method": m, "arrival": "closed", "figures": {"output_tok_s": 9.0, **waits}} for m in ("plain", "ngram")
+    ]
+    write_records(place / "load.jsonl", loads)
     (place / "deep").mkdir()
     (place / "deep" / "answer.json").write_text(json.dumps(answer))
     (place / "other.json").write_text('{"name": "no record"}')
@@ -48,7 +56,7 @@ def page(folder, tmp_path_factory):
 
 def test_one_file_holds_every_experiment_and_asks_nobody(page):
     text = page.read_text("utf-8")
-    assert len(text.encode()) < 8e6 and text.count("<section id=") == 3
+    assert len(text.encode()) < 8e6 and text.count("<section id=") == 4
     outside = re.sub(r"<script>(?:(?!</script>).)*plotly\.js v.*?</script>", "", text, flags=re.DOTALL)
     assert not re.search(r"""(?:src|href)\s*=\s*["']?(?:https?:)?//""", outside)
     assert "default-src 'none'" in text and "connect-src" not in text

@@ -42,6 +42,9 @@ def compare(
     price_per_hour: Annotated[
         float | None, typer.Option(metavar="P", help="What the machine costs an hour: adds a price per token.")
     ] = None,
+    one_at_a_time: Annotated[
+        bool, typer.Option("--one-at-a-time", help="Load engine after engine, where they do not fit together.")
+    ] = False,
     nodes: Annotated[int | None, typer.Option(help="With --dry-run: machines that vLLM serves from.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what vLLM is called with and its launch lines; run nothing.")
@@ -76,7 +79,8 @@ def compare(
         more = {"prompts": load_prompts(prompts), "prompt_set": prompts.stem}
     document = peers.compare_backends(
         names, asked, repeats=cli._at_least_one("--repeats", repeats), command=cli._command(),
-        say=lambda line: cli._say(line), price_per_hour=price_per_hour, **more,
+        say=lambda line: cli._say(line), price_per_hour=price_per_hour,
+        one_at_a_time=one_at_a_time, **more,
     )  # fmt: skip
     from .show.tables import Table
 

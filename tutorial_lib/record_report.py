@@ -22,6 +22,7 @@ from .bench.record_files import RecordFile, family, find
 from .errors import OptionError
 from .report import html_page
 from .show import gpu_records, plots
+from .show.load import plot_load
 from .show.recorded import machine_words
 from .show.tables import Table
 
@@ -188,6 +189,7 @@ def _add_loads(section: Section, loads: Sequence[Record]) -> None:
         for record in loads
     ]
     section.tables.append(("under load", Table(rows)))
+    section.figures.append(plot_load(loads))
 
 
 def _add_predictions(section: Section, runs: Sequence[Record], records: Sequence[Record]) -> None:
@@ -399,8 +401,11 @@ function draw() {
       layout.font = {...layout.font, size: 11};
       const bars = data.filter(t => t.type === "bar" && t.orientation !== "h");
       const count = bars.reduce((sum, t) => sum + t.x.length, 0);
-      if (count > 8) for (const trace of bars) delete trace.text;
-      if (count > 8 && layout.legend) layout.legend.y *= 1.8;
+      if (count >= 8) for (const trace of bars) delete trace.text;
+      if (count >= 8 && layout.legend) layout.legend.y *= 1.8;
+      const axes = Object.entries(layout).filter(([name]) => /^[xy]axis/.test(name)).map(([, axis]) => axis);
+      if (axes.some(axis => axis.domain && axis.domain[1] < 0.6))  // panels beside each other
+        for (const {title} of axes) if (title && title.text) title.text = title.text.replace(/(.{12,}?) /g, "$1<br>");
     }
     Plotly.react(source.dataset.for, data, layout, {displayModeBar: false, responsive: true});
   }

@@ -174,7 +174,9 @@ class VllmBackend:
             running[str(self._number)] = request
             arguments = calls.sampling_params(request.params, sorted(self._eos))
             sampling = self._library.SamplingParams(**arguments, output_kind=kind)
-            self._engine.add_request(str(self._number), {"prompt_token_ids": request.prompt_ids}, sampling)
+            self._engine.add_request(
+                str(self._number), {"type": "token", "prompt_token_ids": request.prompt_ids}, sampling
+            )
         try:
             while running:
                 self._stats.clear()

@@ -7,7 +7,7 @@ refuses is listed with its reason. Times and figures come from `measure`; this m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -45,9 +45,11 @@ class Asked:
 
     @property
     def params(self) -> SamplingParams:
+        """Random weights end an answer at random, so there the limit alone does."""
+        ends: dict[str, Any] = {"max_tokens": self.max_tokens, "ignore_eos": self.target.startswith("dummy:")}
         if not self.temperature:
-            return SamplingParams(max_tokens=self.max_tokens)
-        return SamplingParams(max_tokens=self.max_tokens, temperature=self.temperature, seed=self.seed)
+            return SamplingParams(**ends)
+        return SamplingParams(**ends, temperature=self.temperature, seed=self.seed)
 
 
 def compare_backends(
@@ -56,6 +58,7 @@ def compare_backends(
     *,
     prompts: Sequence[Prompt] | None = None,
     repeats: int = 3,
+    one_at_a_time: bool = False,
     prompt_set: str = "bundled",
     command: str = "",
     say: Say = print,
@@ -64,7 +67,9 @@ def compare_backends(
 ) -> dict[str, Any]:
     """Run them and return {"kind", "experiment", "runs": records, "summary": {...}}.
 
-    prompts: all of these; without, one of every category of the bundled ones. options: further ones of
+    prompts: all of these; without, one of every category of the bundled ones. one_at_a_time: where the models do not
+    fit into memory together, each engine does all its repeats before the next is loaded, on the first turn of every
+    prompt; a machine that drifts then favours one, and the summary says so. options: further ones of
     `measure.compare`. Raises `OptionError` where nothing could be run at all, and for unknown or repeated names.
     """
     check_names(backends)
@@ -72,18 +77,55 @@ def compare_backends(
         decoding_config(asked.drafter)  # mistakes show before any work
     asked = settled(asked)
     prompts = select(load_prompts(), 1) if prompts is None else list(prompts)
-    with ExitStack() as stack:
-        llms, methods, why = _open(backends, asked, prompts, make or open_llm, stack, say)
-        if not llms:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in why.items())
-            raise OptionError(f"none of the backends runs here ({reasons})", "at least one", "see the reasons")
-        session = compare(
-            llms, prompts, asked.params, methods=methods, repeats=repeats, experiment=EXPERIMENT,
-            prompt_set=prompt_set, command=command, say=say, **options,
-        )  # fmt: skip
-    summary = summarize(backends, session, methods, why, asked)
+    if one_at_a_time:
+        prompts = [replace(prompt, turns=prompt.turns[:1]) for prompt in prompts]
+    opener = _Opener(asked, prompts, make or open_llm, say)
+    common: dict[str, Any] = {
+        "repeats": repeats,
+        "experiment": EXPERIMENT,
+        "prompt_set": prompt_set,
+        "command": command,
+        "say": say,
+    }
+
+    def measured(llms: Mapping[str, Measurable]) -> Session:
+        return compare(llms, prompts, asked.params, methods=opener.methods, **common, **options)
+
+    run = _in_sequence if one_at_a_time else _in_turns
+    session = run(backends, opener, measured)
+    if not session.records:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in opener.why.items())
+        raise OptionError(f"none of the backends runs here ({reasons})", "at least one", "see the reasons")
+    summary = summarize(backends, session, opener.why, asked)
+    if one_at_a_time:
+        summary["notes"].append("engines ran one after another, not in turns: what the machine drifts is in the ratios")
     runs = list(session.records.values())
     return {"kind": "comparison", "experiment": EXPERIMENT, "profile": "", "runs": runs, "summary": summary}
+
+
+def _in_turns(
+    backends: Sequence[str], opener: _Opener, measured: Callable[[Mapping[str, Measurable]], Session]
+) -> Session:
+    """All engines loaded, every prompt answered by each before the next."""
+    with ExitStack() as stack:
+        llms = dict(opener.opened(backends, stack))
+        return measured(llms) if llms else Session({}, {}, [])
+
+
+def _in_sequence(
+    backends: Sequence[str], opener: _Opener, measured: Callable[[Mapping[str, Measurable]], Session]
+) -> Session:
+    """Each engine alone, closed before the next is opened."""
+    whole = Session({}, {}, [])
+    with ExitStack() as stack:
+        for name, llm in opener.opened(backends, stack):
+            found = measured({name: llm})
+            stack.close()
+            whole.records |= found.records
+            whole.generations |= found.generations
+            whole.walls |= found.walls
+            whole.requests = found.requests
+    return whole
 
 
 def check_names(backends: Sequence[str]) -> None:
@@ -105,40 +147,45 @@ def settled(asked: Asked) -> Asked:
 # ---- opening --------------------------------------------------------------------------------------------------------
 
 
-def _open(
-    backends: Sequence[str],
-    asked: Asked,
-    prompts: Sequence[Prompt],
-    make: Maker,
-    stack: ExitStack,
-    say: Say,
-) -> tuple[dict[str, Measurable], dict[str, str], dict[str, str]]:
-    """What opens and answers, by name ("vllm plain"), the method of each, and why the rest does not."""
-    llms: dict[str, Measurable] = {}
-    methods: dict[str, str] = {}
-    why: dict[str, str] = {}
-    variants = _variants(asked)
-    for backend in backends:
-        for method, drafter in variants:
-            name = f"{backend} {method}"
-            say(f"loading {name}")
-            try:
-                with ExitStack() as trial:
-                    llm = make(backend, asked, drafter, prompts)
-                    trial.callback(llm.close)
-                    few = SamplingParams(max_tokens=3, ignore_eos=True)
-                    llm.generate(render(prompts[0], llm.tokenizer), few)
-                    stack.push(trial.pop_all())
-                llms[name], methods[name] = llm, method
-            except (WorkbookError, RuntimeError) as error:  # the latter are a GPU's: memory, a graph not captured
-                why[name] = without_folders(str(error))
-                say(f"not run: {name}: {why[name]}")
-                if isinstance(error, BackendUnavailable):
-                    why |= {
-                        f"{backend} {other}": why[name] for other, _ in variants if f"{backend} {other}" not in llms
-                    }
-                    break
-    return llms, methods, why
+class _Opener:
+    """Opens engine after engine. methods: of those that answered, by name ("vllm plain"); why: the others do not."""
+
+    def __init__(self, asked: Asked, prompts: Sequence[Prompt], make: Maker, say: Say) -> None:
+        self.asked, self.prompts, self.make, self.say = asked, prompts, make, say
+        self.methods: dict[str, str] = {}
+        self.why: dict[str, str] = {}
+
+    def opened(self, backends: Sequence[str], stack: ExitStack) -> Iterator[tuple[str, Measurable]]:
+        """Every engine that answers, tried on a few tokens; `stack` closes it."""
+        for backend in backends:
+            for method, drafter in _variants(self.asked):
+                name = f"{backend} {method}"
+                if name in self.why:
+                    continue
+                self.say(f"loading {name}")
+                try:
+                    llm = self._open(backend, drafter, stack)
+                except (WorkbookError, RuntimeError) as error:  # the latter are a GPU's: memory, a graph not captured
+                    self._refused(name, backend, error)
+                else:
+                    self.methods[name] = method
+                    yield name, llm
+
+    def _open(self, backend: str, drafter: DrafterOptions | None, stack: ExitStack) -> Measurable:
+        with ExitStack() as trial:
+            llm = self.make(backend, self.asked, drafter, self.prompts)
+            trial.callback(llm.close)
+            llm.generate(render(self.prompts[0], llm.tokenizer), SamplingParams(max_tokens=3, ignore_eos=True))
+            stack.push(trial.pop_all())
+        return llm
+
+    def _refused(self, name: str, backend: str, error: Exception) -> None:
+        """A backend that is not here at all is not asked again."""
+        why = without_folders(str(error))
+        self.say(f"not run: {name}: {why}")
+        others = [f"{backend} {method}" for method, _ in _variants(self.asked)]
+        is_gone = isinstance(error, BackendUnavailable) and not any(other in self.methods for other in others)
+        self.why |= dict.fromkeys(others if is_gone else [name], why)
 
 
 def _variants(asked: Asked) -> list[tuple[str, DrafterOptions | None]]:
@@ -196,7 +243,6 @@ def longest(prompts: Sequence[Prompt], tokenizer: Any, asked: Asked) -> int:
 def summarize(
     backends: Sequence[str],
     session: Session,
-    methods: Mapping[str, str],
     why: Mapping[str, str],
     asked: Asked,
 ) -> dict[str, Any]:

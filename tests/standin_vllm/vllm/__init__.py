@@ -62,6 +62,7 @@ class LLMEngine:
 
     def add_request(self, request_id, prompt, params, **kwargs):
         checked(CONTRACT["arguments"]["LLMEngine"]["add_request"], kwargs, "add_request")
+        assert prompt.keys() == {"type", "prompt_token_ids"} and prompt["type"] == "token"
         assert isinstance(request_id, str) and params.output_kind.name == "DELTA"
         stops = set(params.stop_token_ids)
         words = [token for token in prompt["prompt_token_ids"] if token not in stops] or [1]
