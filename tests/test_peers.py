@@ -169,6 +169,28 @@ def test_engines_that_do_not_fit_together_run_one_after_another():
     assert "not in turns" in document["summary"]["notes"][-1]
 
 
+def test_forced_acceptance_is_refused_by_name_where_an_engine_has_none():
+    asked = Asked(TARGET, DRAFTER, "float32", "cpu", acceptance_length=2.0)
+    with pytest.raises(OptionError, match="simulated_acceptance was given for backend 'transformers'"):
+        peers.open_llm("transformers", asked, DRAFTER, PROMPTS)
+
+
+def test_a_dry_run_prints_vllms_arguments_and_launch_lines_and_loads_nothing(tmp_path, capsys):
+    file = tmp_path / "plan.json"
+    words = ["compare", "--backends", "torch,vllm", "--target", "meta-llama/Llama-3.3-70B-Instruct", "--dry-run"]
+    words += ["--drafter", "meta-llama/Llama-3.2-1B-Instruct", "--max-draft-len", "10", "--json", str(file)]
+    assert cli._run([*words, "--tensor-parallel-size", "8", "--nodes", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "speculative_config = {'num_speculative_tokens': 10, 'method': 'draft_model'" in out
+    assert "ray start --head" in out and "--tensor-parallel-size 16" in out
+    plan = json.loads(file.read_text())
+    assert plan["follows"] == "vllm 0.24.0" and plan["launch"][-1].startswith("vllm serve meta-llama/")
+    for wrong in (["--nodes", "2"], ["--max-draft-len", "4"]):
+        assert cli._run(["compare", "--backends", "torch,vllm", *wrong]) == 2
+        assert f"{wrong[0]} has no effect" in capsys.readouterr().err
+    assert cli._run(["compare", "--backends", "torch,transformers", "--dry-run"]) == 2
+
+
 # ---- a process of its own -------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ import typer
 
 from .errors import OptionError
 
+FILLER_TOKENS = 128  # of the one prompt for random weights, as in the experiments on a GPU
 JsonFile = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Also write a JSON document; - is stdout.")
 ]
@@ -27,7 +28,7 @@ def compare(
     max_draft_len: Annotated[int | None, typer.Option(help="K, draft tokens per round; default 4.")] = None,
     ngram_size: Annotated[int | None, typer.Option(metavar="N", help="ngram: longest n-gram; default 3.")] = None,
     prompts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Spec-Bench JSON lines; default: one bundled one a category.")
+        Path | None, typer.Option(metavar="FILE", help="Spec-Bench JSON lines; default: one of each kind.")
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Most output tokens.")] = 64,
     temperature: Annotated[float, typer.Option(help="0: greedy, and texts are compared.")] = 0.0,
@@ -77,6 +78,11 @@ def compare(
         from .bench.prompts import load_prompts
 
         more = {"prompts": load_prompts(prompts), "prompt_set": prompts.stem}
+    elif target.startswith("dummy:"):  # its tokens are bytes: the bundled prompts would be long, and say nothing to it
+        from .bench.gpu_forced import filler_prompt
+        from .models import load_tokenizer, resolve
+
+        more = {"prompts": [filler_prompt(load_tokenizer(resolve(target)), FILLER_TOKENS)], "prompt_set": "filler"}
     document = peers.compare_backends(
         names, asked, repeats=cli._at_least_one("--repeats", repeats), command=cli._command(),
         say=lambda line: cli._say(line), price_per_hour=price_per_hour,
