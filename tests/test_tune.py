@@ -12,6 +12,7 @@ from test_measure import Clock, FakeLLM
 
 from tutorial_lib import cli
 from tutorial_lib.bench import tune as tuner
+from tutorial_lib.bench.cost_model import Components, predict_speedup
 from tutorial_lib.bench.prompts import Prompt
 from tutorial_lib.bench.redraft import redraft, unknown_rate
 from tutorial_lib.bench.settings import read_settings, write_settings
@@ -19,6 +20,8 @@ from tutorial_lib.config import PROFILES
 from tutorial_lib.drafter_options import DrafterOptions
 from tutorial_lib.errors import ModelError, OptionError
 from tutorial_lib.results import Generation, Round
+from tutorial_lib.show.gpu_records import gpu_experiment
+from tutorial_lib.show.recorded import Recorder
 
 PROMPTS = [Prompt(f"{kind}{i}", kind, (f"{kind} {'word ' * (5 + i)}",)) for kind in ("easy", "hard") for i in range(3)]
 PROFILE = replace(PROFILES["cpu"], max_tokens=120)
@@ -233,6 +236,43 @@ def test_names_are_those_of_generate():
     assert found["eagle3"].max_draft_len == 6 and not found["eagle3"].is_tree
     assert found["eagle3_tree"].is_tree and found["eagle3_tree"].method == "eagle3_tree"
     assert found["lookahead"].is_tree and found["suffix"].method == "suffix"
+
+
+def chosen_of_best(plain, runs, parts_of, largest) -> float:
+    """What the run at the largest K and the timed parts choose, as a share of the best that was measured."""
+    predicted, measured = {}, {}
+    for run in runs:
+        k, at_most = run["max_draft_len"], largest[run["method"]]
+        rounds = {c: f["accepted_histogram"] for c, f in at_most["by_category"].items()}
+        lengths = {c: 1 + sum(n * min(i, k) for i, n in enumerate(found)) / sum(found) for c, found in rounds.items()}
+        key = (run["method"], k)
+        predicted[key] = predict_speedup(plain, replace(parts_of(run), acceptance_length=lengths))["speedup"]
+        measured[key] = run["figures"]["output_tok_s"] / plain["figures"]["output_tok_s"]
+    return measured[max(predicted, key=predicted.get)] / max(measured.values())
+
+
+def test_one_run_at_the_largest_k_finds_the_best_of_the_recorded_settings():
+    """Exhaustive runs that were recorded on quiet machines: two methods at four K on a GPU, four K on a CPU."""
+    records = gpu_experiment("embedded")
+    times = next(r for r in records if r["kind"] == "summary")["summary"]["calibration"]
+    runs = [r for r in records if r["kind"] == "run" and r["experiment"] == "embedded" and r["dtype"] == "bfloat16"]
+    largest = {r["method"]: r for r in sorted(runs, key=lambda r: r["max_draft_len"])}
+
+    def on_gpu(run):
+        own, k = times[f"{run['method']} K={run['max_draft_len']}"], run["max_draft_len"]
+        return Components(k, times["plain"]["step_s"], own["verify_step_s"], own["draft_s"], own["draft_step_s"], {})
+
+    assert len(runs) == 9 and chosen_of_best(runs[0], runs[1:], on_gpu, largest) >= 0.95
+    recorded = Recorder("02_speculative_runs", is_replay=True)
+    sweep, parts = recorded("sweep", list), recorded("parts", dict)
+
+    def on_cpu(run):
+        k = run["max_draft_len"]
+        return Components(
+            k, parts["verify_s"][1], parts["verify_s"][k + 1], parts["draft_s"][k], parts["draft_s"][1], {}
+        )
+
+    assert len(sweep) == 5 and chosen_of_best(sweep[0], sweep[1:], on_cpu, {"draft_target": sweep[-1]}) >= 0.95
 
 
 # ---- the file --------------------------------------------------------------------------------------------------------
