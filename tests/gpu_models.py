@@ -68,8 +68,9 @@ def engine(
 ):
     """A `GpuEngine` with the limits that `gpu_model` makes room for by default."""
     options = {"max_slots": 5, "max_seq_len": 200, **options}
-    drafting = ModelDrafting(draft, head_ids) if draft is not None else None
-    return GpuEngine(target, tokenizer, eos, drafting=drafting, host_drafter=host, max_draft_len=k, **options)
+    if draft is not None:
+        options["drafting"] = ModelDrafting(draft, head_ids)
+    return GpuEngine(target, tokenizer, eos, host_drafter=host, max_draft_len=k, **options)
 
 
 def run(target: GpuModel, tokenizer, prompts, params=None, *, greedy: Mapping | None = None, **options):

@@ -7,6 +7,7 @@ plain torch, bf16 and float32), greedy texts may part at a near-tie: `same_text`
 from __future__ import annotations
 
 import gc
+import random
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -338,6 +339,138 @@ def test_two_streams_and_timing_side_by_side():
     assert min(made.time_steps([1, 11], context=300, repeats=3).values()) > 0
     assert made.time_draft(3, context=300, repeats=3) > 0
     assert [list(s)[-1].token_ids for s in streams] == expected
+
+
+# ---- in-flight batching ---------------------------------------------------------------------------------------------
+
+
+def drafting_of(method: str, target, form: str) -> dict:
+    """Options of `engine` that make it draft so."""
+    if method == "self-draft":
+        return {"draft": true_shape("135M", form), "k": 4}
+    return {"drafting": random_heads("eagle", target)[0], "k": 4} if method == "eagle" else {}
+
+
+def serve(made, requests, every: int = 2) -> list:
+    """The generations of (prompt, max_tokens), one more put in line every so many turns."""
+    streams = []
+    for prompt, count in requests:
+        streams += made.open([prompt], [SamplingParams(max_tokens=count, ignore_eos=True)])
+        for _ in range(every):
+            made.step()
+    while not made.scheduler.is_idle:
+        made.step()
+    assert made.cache.pool.held == 0 and len(made.scheduler.free) == made.max_slots
+    return [stream.generation() for stream in streams]
+
+
+MIX = [
+    (random_ids(n, 49_000, seed=n), 20 + 7 * (i % 5)) for i, n in enumerate((1, 2, 64, 65, 300, 130, 63, 7, 200, 90))
+]
+
+
+@pytest.mark.parametrize("method", ["none", "self-draft", "eagle"])
+def test_requests_that_come_and_go_have_their_own_text(method, form):
+    """Arrivals and ends mixed, K by load down to 0 and up again, on graphs of every bucket; pages are scarce."""
+    if method == "eagle" and form == "fp8":
+        pytest.skip("its outputs are those of the target's bf16 head")
+    target = true_shape("135M", form)
+    options = drafting_of(method, target, form)
+    schedule = {1: 4, 2: 2, 4: 0} if options else None
+    made = engine(
+        target, TEXT, max_slots=SLOTS, max_seq_len=MAX_SEQ_LEN, draft_len_schedule=schedule,
+        kv_cache_config=KvCacheConfig(max_tokens=12 * PAGE), **options,
+    )  # fmt: skip
+    found = serve(made, MIX)
+    alone = [decode(true_shape("135M", form), [prompt], count)[0] for prompt, count in MIX]
+    for (prompt, _), ours, theirs in zip(MIX, found, alone, strict=True):
+        assert len(ours.token_ids) == len(theirs.token_ids)
+        assert same_text(target, prompt, ours.token_ids, theirs.token_ids)
+    if options:
+        assert {0, 2, 4} <= {len(r.drafted) for g in found for r in g.rounds}
+    if method == "self-draft":  # whatever was decoded without it, it has read before it drafts again
+        rounds = [r for g in found for r in g.rounds]
+        assert sum(r.accepted for r in rounds) > 0.97 * sum(len(r.drafted) for r in rounds)
+
+
+@pytest.mark.parametrize("method", ["none", "self-draft", "eagle"])
+def test_a_shared_beginning_is_read_once(method, form, monkeypatch):
+    """Its pages hold the drafter's keys too: drafts are accepted as by a cold cache. The text parts in mid-page."""
+    if method == "eagle" and form == "fp8":
+        pytest.skip("its outputs are those of the target's bf16 head")
+    target = true_shape("135M", form)
+    options = drafting_of(method, target, form)
+    limits = {"max_slots": SLOTS, "max_seq_len": MAX_SEQ_LEN}
+    made = engine(target, TEXT, kv_cache_config=KvCacheConfig(enable_block_reuse=True), **limits, **options)
+    rows, prefill = [], target.prefill
+    monkeypatch.setattr(target, "prefill", lambda ids, *a, **o: (rows.append(len(ids)), prefill(ids, *a, **o)))
+    prompts = [random_ids(300, 49_000), [*random_ids(280, 49_000), *random_ids(20, 49_000, seed=1)]]
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    first, second, again = (made.generate([p], [params])[0] for p in (*prompts, prompts[0]))
+    assert rows[0] == 299 and first.cached_tokens == 0
+    expected = 280 - (method == "eagle")
+    assert second.cached_tokens == min(expected, 256 + 63) and again.cached_tokens >= 256
+    cold_target = true_shape("135M", form)
+    cold = engine(cold_target, TEXT, **limits, **drafting_of(method, cold_target, form))
+    for prompt, ours in zip((*prompts, prompts[0]), (first, second, again), strict=True):
+        (theirs,) = cold.generate([prompt], [params])
+        assert same_text(cold_target, prompt, ours.token_ids, theirs.token_ids)
+        if ours.token_ids == theirs.token_ids:
+            accepted = [sum(r.accepted for r in g.rounds) for g in (ours, theirs)]
+            assert abs(accepted[0] - accepted[1]) <= 0.1 * accepted[1] + 1
+
+
+def test_sixty_four_requests_in_one_round():
+    """K = 0 at 64 rows, K = 3 in several programs a turn, and back to a single request."""
+    shape = {"device": "cuda", "ops": Ops.make(), "tactics": plain_tactics(), "slots": 64}
+    target, draft = (gpu_model("dummy:tiny-llama?seed=5", **shape) for _ in range(2))
+    prompts = [random_ids(3 + i % 9, seed=i) for i in range(64)]
+    params = [SamplingParams(max_tokens=12 + 2 * (i == 0) * 20, ignore_eos=True) for i in range(64)]
+    alone = engine(target, TEXT, max_slots=1)
+    expected = [alone.generate([p], [q])[0].token_ids for p, q in zip(prompts, params, strict=True)]
+    for schedule in (None, {1: 3, 2: 0}):
+        made = engine(target, TEXT, draft=draft, k=3, max_slots=64, draft_len_schedule=schedule)
+        found = made.generate(prompts, params)
+        assert all(same_text(target, p, g.token_ids, e) for p, g, e in zip(prompts, found, expected, strict=True))
+        assert [len(r.drafted) for r in found[0].rounds][-3:] == [3] * 3
+        assert made.cache.pool.held == 0
+
+
+def test_pages_of_a_sliding_window_go_round(form):
+    name = "dummy:tiny-mistral?seed=2"  # looks back 32 tokens: two pages, however long the text
+    options = {"device": "cuda", "ops": Ops.make(), "tactics": plain_tactics(), "max_seq_len": 330}
+    if form == "fp8":
+        options["weights"] = "fp8"
+    target, whole = gpu_model(name, **options), gpu_model(name, **options)
+    made = engine(target, TEXT, draft=gpu_model(name, **options), k=4, max_seq_len=330)
+    assert made.cache.blocks_for(330) == 2
+    prompts = [[7], random_ids(120), random_ids(200)]
+    for prompt, done in zip(prompts, made.generate(prompts, [SamplingParams(max_tokens=100)] * 3), strict=True):
+        text = [*prompt, *done.token_ids]
+        choices = Pages(whole).all_logits(text[:-1])[len(prompt) - 1 :].argmax(-1).tolist()
+        assert same_text(whole, prompt, done.token_ids, choices)
+
+
+def test_pages_and_slots_come_back():
+    """Ended, stopped, cancelled at any time, dropped without a word."""
+    shape = {"device": "cuda", "ops": Ops.make(), "tactics": plain_tactics()}
+    made = engine(
+        gpu_model("dummy:tiny-llama?seed=5", **shape), TEXT, draft=gpu_model("dummy:tiny-llama?seed=4", **shape), k=2,
+        draft_len_schedule={1: 2, 4: 0}, kv_cache_config=KvCacheConfig(enable_block_reuse=True, max_tokens=6 * PAGE),
+    )  # fmt: skip
+    generator, live = random.Random(0), []
+    for i in range(300):
+        kind = generator.choice([{}, {"temperature": 0.9}, {"stop_token_ids": list(range(0, 320, 9))}])
+        prompt = random_ids(generator.choice((1, 5, 70, 100)), seed=i % 7)
+        live += made.open([prompt], [SamplingParams(max_tokens=generator.randint(1, 9), **kind)])
+        if generator.random() < 0.3:
+            live.pop(generator.randrange(len(live))).close()
+        if generator.random() < 0.1:
+            del live[: len(live) // 2]
+        made.step()
+    while not made.scheduler.is_idle:
+        made.step()
+    assert made.cache.pool.held == 0 and sorted(made.scheduler.free) == list(range(5))
 
 
 def test_forced_acceptance():
