@@ -16,6 +16,7 @@ from tutorial_lib import api, cli, config, doctor, models, runner
 from tutorial_lib.config import (
     DraftTargetDecodingConfig,
     EagleDecodingConfig,
+    Fp8Config,
     LayerSkipDecodingConfig,
     LookaheadDecodingConfig,
     MedusaDecodingConfig,
@@ -400,12 +401,15 @@ def test_build(workbook, monkeypatch, tmp_path):
         *["build", "dummy:x", "--out", tmp_path / "e", "--dtype", "int8", "--device", "cpu", "--max-batch-size", 2],
         *["--max-seq-len", 128, "--max-draft-len", 4, "--overwrite"],
     )
+    workbook("build", "dummy:x", "--dtype", "fp8", "--activation-scales", "dynamic", "--fp8-head", "--calib-size", 8)
+    fp8 = Fp8Config(activation_scales="dynamic", quantize_head=True, calib_size=8)
+    assert calls.pop()[2]["fp8"] == fp8
     for _, _, options in calls:
         options.pop("say")
     defaults = {"backend": "torch", "dtype": "auto", "device": "auto", "max_batch_size": 8, "max_seq_len": None}
-    defaults |= {"max_draft_len": 16, "overwrite": False}
+    defaults |= {"max_draft_len": 16, "fp8": None, "overwrite": False}
     asked = {"backend": "torch", "dtype": "int8", "device": "cpu", "max_batch_size": 2, "max_seq_len": 128}
-    asked |= {"max_draft_len": 4, "overwrite": True}
+    asked |= {"max_draft_len": 4, "fp8": None, "overwrite": True}
     assert calls == [("embedded:target", None, defaults), ("dummy:x", tmp_path / "e", asked)]
 
 

@@ -10,11 +10,11 @@ import torch
 from stand_ins import greedy, model_of
 
 from tutorial_lib.api import LLM, build
-from tutorial_lib.config import DraftTargetDecodingConfig, SamplingParams
+from tutorial_lib.config import DraftTargetDecodingConfig, Fp8Config, SamplingParams
 from tutorial_lib.engine.build import load_model, machine_arch
 from tutorial_lib.engine.model import Segment
 from tutorial_lib.engine_dir import open_engine
-from tutorial_lib.errors import EngineDirError, ModelError
+from tutorial_lib.errors import EngineDirError, ModelError, OptionError
 from tutorial_lib.models import load_tokenizer, resolve
 from tutorial_lib.shapes import dummy_config
 
@@ -230,3 +230,11 @@ def test_a_damaged_engine_is_refused_before_it_is_loaded(damage, cache, tmp_path
     weights.write_bytes(raw if damage == "changed" else raw[:-5])
     with pytest.raises(EngineDirError, match="model.safetensors"):
         LLM(path)
+
+
+def test_fp8_options_belong_to_fp8_on_a_gpu(tmp_path):
+    with pytest.raises(OptionError, match="FP8 options were given and dtype is 'float32'"):
+        build(NAME, tmp_path / "e", device="cpu", fp8=Fp8Config(quantize_head=True), say=silent)
+    with pytest.raises(OptionError, match="activation_scales is 'static'; needed: 'calibrated' or 'dynamic'"):
+        Fp8Config(activation_scales="static")
+    assert not (tmp_path / "e").exists()

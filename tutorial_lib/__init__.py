@@ -12,6 +12,7 @@ _HOMES = {
     "build": "api",
     "SamplingParams": "config",
     "KvCacheConfig": "config",
+    "Fp8Config": "config",
     "DraftTargetDecodingConfig": "config",
     "NGramDecodingConfig": "config",
     "SADecodingConfig": "config",

@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, overload
 
-from .config import DecodingBaseConfig, KvCacheConfig, SamplingParams, SimulatedAcceptance
+from .config import DecodingBaseConfig, Fp8Config, KvCacheConfig, SamplingParams, SimulatedAcceptance
 from .errors import OptionError, PromptError
 from .live_metrics import LiveMetrics
 from .results import Generation, without_folders
@@ -41,14 +41,15 @@ def build(
     max_seq_len: int | None = None,
     max_draft_len: int = 16,
     device: str = "auto",
+    fp8: Fp8Config | None = None,
     overwrite: bool = False,
     say: Say = print,
 ) -> Path:
     """Compile a checkpoint into an engine directory and return its path.
 
     backend: "torch" (`engine.build.build_engine`) or "tensorrt_llm" (`backends.trtllm.experiment.build_engine`, its
-    engine flow). Without `output_dir` it goes to the cache and is reused next time. Raises `ModelError`,
-    `OptionError`, `EngineDirError`.
+    engine flow). fp8: how an engine of dtype "fp8" is made, on the torch backend. Without `output_dir` it goes to
+    the cache and is reused next time. Raises `ModelError`, `OptionError`, `EngineDirError`.
     """
     limits: dict[str, Any] = {
         "max_batch_size": max_batch_size,
@@ -58,6 +59,8 @@ def build(
     if backend == "tensorrt_llm":
         if device not in ("auto", "cuda"):
             raise OptionError(f"device is {device!r}", "'cuda' for TensorRT-LLM", "leave it out")
+        if fp8 is not None:
+            raise OptionError("FP8 options were given for TensorRT-LLM", "its own quantization", "leave them out")
         from .backends.trtllm.experiment import build_engine as build_trtllm
 
         return build_trtllm(checkpoint, output_dir, dtype=dtype, **limits, overwrite=overwrite, say=say)
@@ -72,6 +75,7 @@ def build(
         dtype=dtype,
         **limits,
         device=device,
+        fp8=fp8,
         overwrite=overwrite,
         say=say,
     ).path

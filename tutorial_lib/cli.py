@@ -126,11 +126,30 @@ def build(
         int | None, typer.Option(help="Longest prompt + output; default: 2048 or the model's.")
     ] = None,
     max_draft_len: Annotated[int, typer.Option(help="Most draft tokens per round.")] = 16,
+    weight_scales: Annotated[
+        str | None, typer.Option(help="fp8: per_channel (the default) or per_tensor.", show_default=False)
+    ] = None,
+    activation_scales: Annotated[
+        str | None, typer.Option(help="fp8: calibrated (the default) or dynamic.", show_default=False)
+    ] = None,
+    fp8_head: Annotated[bool, typer.Option("--fp8-head", help="fp8: the output head too.")] = False,
+    calib_size: Annotated[
+        int | None, typer.Option(metavar="N", help="fp8: bundled prompts to calibrate on; default 64.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an engine directory that is there.")] = False,
 ) -> None:
     """Compile a checkpoint into an engine directory."""
     from . import api
+    from .config import Fp8Config
     from .engine_dir import MANIFEST
+
+    asked: dict[str, Any] = {
+        "weight_scales": weight_scales,
+        "activation_scales": activation_scales,
+        "quantize_head": fp8_head or None,
+        "calib_size": calib_size,
+    }
+    asked = {name: value for name, value in asked.items() if value is not None}
 
     path = api.build(
         checkpoint,
@@ -141,6 +160,7 @@ def build(
         max_batch_size=max_batch_size,
         max_seq_len=max_seq_len,
         max_draft_len=max_draft_len,
+        fp8=Fp8Config(**asked) if asked else None,
         overwrite=overwrite,
         say=_say,
     )
@@ -380,7 +400,7 @@ def bench(
         str | None,
         typer.Option(
             help="Profiles cpu and h200: methods, every drafting method in turns; load, many requests at once. "
-            "Profile h200: 70b-1b, 70b-3b, 70b-8b, 8b-1b, embedded. "
+            "Profile h200: 70b-1b, 70b-3b, 70b-8b, 8b-1b, embedded, number-formats. "
             "Profile tensorrt_llm: llama-3.3-70b, llama-3.1-70b, llama-3.1-405b."
         ),
     ] = None,

@@ -89,6 +89,30 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Fp8Config:
+    """How `build` makes an FP8 engine on a GPU.
+
+    weight_scales: a scale for every output row of a matrix, or one for all of it. activation_scales: calibrated, one
+    for each of a layer's four products, the largest value seen on `calib_size` of the bundled prompts; or dynamic, each
+    row's own at run time. quantize_head: the output head too, which is bf16 otherwise.
+    """
+
+    weight_scales: Literal["per_channel", "per_tensor"] = "per_channel"
+    activation_scales: Literal["calibrated", "dynamic"] = "calibrated"
+    quantize_head: bool = False
+    calib_size: int = 64
+
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("weight_scales", ("per_channel", "per_tensor")),
+            ("activation_scales", ("calibrated", "dynamic")),
+        ):
+            if getattr(self, name) not in known:
+                raise OptionError(f"{name} is {getattr(self, name)!r}", f"{known[0]!r} or {known[1]!r}")
+        _need_int("calib_size", self.calib_size, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class KvCacheConfig:
     """The KV cache. `dtype="auto"` follows the weights; further forms arrive with the backends that support them."""
 

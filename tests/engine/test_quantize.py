@@ -76,6 +76,20 @@ def test_only_products_are_quantized_and_the_head_only_if_asked():
     assert not any(t.dtype == FP8 for t in packed.values())
 
 
+def test_scales_are_calibrated_or_dynamic_per_row_or_per_tensor():
+    config, packed = packed_dummy("dummy:tiny-llama")
+    scales = [dict.fromkeys(("qkv_in", "o_in", "gate_up_in", "down_in", "k", "v"), 0.5)] * config.num_layers
+    fixed, dynamic, coarse = (
+        quantized(packed, config, scales, is_head=False, **how)
+        for how in ({}, {"is_dynamic": True}, {"is_per_channel": False})
+    )
+    assert {name for name in fixed if name.endswith(".in")} == {
+        f"{i}.{kind}.in" for i in range(config.num_layers) for kind in ("qkv", "o", "gate_up", "down")
+    }
+    assert not any(name.endswith(".in") for name in dynamic) and dynamic["0.kv_scale"].tolist() == [0.5, 0.5]
+    assert len(coarse["0.qkv.scale"].unique()) == 1 < len(fixed["0.qkv.scale"].unique())
+
+
 # ---- random weights -------------------------------------------------------------------------------------------------
 
 

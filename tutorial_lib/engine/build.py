@@ -12,12 +12,14 @@ import json
 import platform
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from ..config import Fp8Config
 from ..engine_dir import FORMAT_VERSION, EngineInfo, create
 from ..errors import OptionError
 from ..models import Checkpoint, cache_dir, load_tokenizer
@@ -88,15 +90,16 @@ def build_engine(
     max_seq_len: int | None = None,
     max_draft_len: int = 16,
     device: str = "auto",
+    fp8: Fp8Config | None = None,
     overwrite: bool = False,
     say: Say = print,
 ) -> EngineInfo:
     """Build `output_dir` (default: a folder of the cache named by everything that matters, reused if it is there).
 
     dtype: on a CPU "float32" (exact; what "auto" means there), "bfloat16", or "int8" (weight-only, products
-    in bfloat16); on a GPU "bfloat16" ("auto") or "fp8" (weights and activations, calibrated). max_seq_len: prompt and
-    output together, None for the smaller of 2048 and the model's own limit. Raises `OptionError` for a limit the model
-    does not have, `EngineDirError` for an output directory that cannot be used.
+    in bfloat16); on a GPU "bfloat16" ("auto") or "fp8" (weights and activations, as `fp8` says). max_seq_len: prompt
+    and output together, None for the smaller of 2048 and the model's own limit. Raises `OptionError` for a limit that
+    the model does not have, `EngineDirError` for an output directory that cannot be used.
     """
     device = choose_device(device)
     dtype, arch = choose_dtype(dtype, device), machine_arch(device)
@@ -106,7 +109,11 @@ def build_engine(
         "max_seq_len": _sequence_limit(max_seq_len, config),
         "max_draft_len": _at_least("max_draft_len", max_draft_len, 0),
     }
-    wanted = {"checkpoint_fingerprint": checkpoint.fingerprint(), "dtype": dtype, "limits": limits, "arch": arch}
+    if fp8 is not None and dtype != "fp8":
+        raise OptionError(f"FP8 options were given and dtype is {dtype!r}", "dtype 'fp8'", "add --dtype fp8")
+    made_how = asdict(fp8 or Fp8Config()) if dtype == "fp8" else None
+    wanted: dict[str, Any] = {"checkpoint_fingerprint": checkpoint.fingerprint(), "dtype": dtype, "fp8": made_how}
+    wanted |= {"limits": limits, "arch": arch}
     if output_dir is None:
         output_dir = cache_dir() / "engines" / _cache_name(checkpoint.name, wanted)
 
@@ -115,11 +122,11 @@ def build_engine(
         if device == "cuda":
             from .gpu_build import write_engine
 
-            made = write_engine(staging, checkpoint, config, dtype, limits, say)
+            made = write_engine(staging, checkpoint, config, dtype, fp8 or Fp8Config(), say)
         else:
             made = _write(staging, checkpoint, config, dtype, say)
         load_tokenizer(checkpoint).save_pretrained(staging)
-        return _manifest(checkpoint, dtype, arch, limits, made)
+        return _manifest(checkpoint, dtype, arch, limits, made_how, made)
 
     return create(output_dir, write, overwrite=overwrite, wanted=wanted, say=say)
 
@@ -180,7 +187,12 @@ def _write(staging: Path, checkpoint: Checkpoint, config: ModelConfig, dtype: st
 
 
 def _manifest(
-    checkpoint: Checkpoint, dtype: str, arch: str, limits: Mapping[str, int], made: Mapping[str, Any]
+    checkpoint: Checkpoint,
+    dtype: str,
+    arch: str,
+    limits: Mapping[str, int],
+    fp8: Mapping[str, Any] | None,
+    made: Mapping[str, Any],
 ) -> dict[str, Any]:
     steps = made["steps"]
     return {
@@ -189,6 +201,7 @@ def _manifest(
         "checkpoint_fingerprint": checkpoint.fingerprint(),
         "model_config": dict(checkpoint.config),
         "dtype": dtype,
+        "fp8": fp8,
         "arch": arch,
         "limits": dict(limits),
         "eos_token_ids": sorted(checkpoint.eos_token_ids()),
@@ -196,7 +209,7 @@ def _manifest(
         "build": {
             "seconds": round(sum(steps.values()), 3),
             "steps": steps,
-            "command": _command(checkpoint.name, dtype, arch, limits),
+            "command": _command(checkpoint.name, dtype, arch, limits, fp8),
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
             **{name: value for name, value in made.items() if name not in ("tactics", "steps")},
@@ -204,8 +217,10 @@ def _manifest(
     }
 
 
-def _command(name: str, dtype: str, arch: str, limits: Mapping[str, int]) -> str:
-    options = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in limits.items())
+def _command(name: str, dtype: str, arch: str, limits: Mapping[str, int], fp8: Mapping[str, Any] | None) -> str:
+    given = {**limits, **{key: value for key, value in (fp8 or {}).items() if key != "quantize_head"}}
+    options = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in given.items())
+    options += " --fp8-head" if fp8 and fp8["quantize_head"] else ""
     return f"workbook build {name} --device {'cpu' if arch.startswith('cpu') else 'cuda'} --dtype {dtype} {options}"
 
 

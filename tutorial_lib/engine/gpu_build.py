@@ -11,11 +11,13 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..config import Fp8Config
 from ..errors import ModelError, OptionError
 from .gpu_model import (
     PAGE,
@@ -123,25 +125,34 @@ def plain_tactics() -> Tactics:
 
 
 def quantized(
-    packed: dict[str, torch.Tensor], config: ModelConfig, scales: Sequence[Mapping[str, float]] | None, *, is_head: bool
+    packed: dict[str, torch.Tensor],
+    config: ModelConfig,
+    scales: Sequence[Mapping[str, float]] | None,
+    *,
+    is_head: bool,
+    is_per_channel: bool = True,
+    is_dynamic: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """bf16 packed tensors -> FP8 products with their scales; `scales` (from `calibrate`) become `L.X.in`, `L.kv_scale`.
-    The output head stays bf16 unless `is_head`."""
+    """bf16 packed tensors -> FP8 products with their scales; `scales` (from `calibrate`) become `L.kv_scale` and,
+    unless activations find their own (`is_dynamic`), `L.X.in`. The output head stays bf16 unless `is_head`."""
     out = dict(packed)
     names = [f"{i}.{kind}" for i in range(config.num_layers) for kind in PRODUCTS[:-1]] + (["head"] if is_head else [])
     for name in names:
-        out[name], out[f"{name}.scale"] = quantize_fp8(packed.get(name, packed["embed"]))
+        weight = packed.get(name, packed["embed"])
+        out[name], out[f"{name}.scale"] = quantize_fp8(weight, is_per_channel=is_per_channel)
     for i, layer in enumerate(scales or ()):
         device = packed["embed"].device
-        for kind in PRODUCTS[:-1]:
+        for kind in () if is_dynamic else PRODUCTS[:-1]:
             out[f"{i}.{kind}.in"] = torch.tensor(layer[f"{kind}_in"], device=device)
         out[f"{i}.kv_scale"] = torch.tensor([layer["k"], layer["v"]], device=device)
     return out
 
 
-def random_packed(config: ModelConfig, device, *, seed: int = 0, is_head_fp8: bool = False) -> dict[str, torch.Tensor]:
+def random_packed(
+    config: ModelConfig, device, *, seed: int = 0, is_head_fp8: bool = False, is_dynamic: bool = False
+) -> dict[str, torch.Tensor]:
     """Random FP8 weights in the true shapes, made on the device, scaled so that activations stay of order one. For
-    timing only; no NaN code occurs."""
+    timing only; no NaN code occurs. is_dynamic: as in `quantized`."""
     generator = torch.Generator(device=device).manual_seed(seed)
     hidden, inner = config.hidden_size, config.intermediate_size
     attended = config.num_heads * config.head_dim
@@ -168,7 +179,8 @@ def random_packed(config: ModelConfig, device, *, seed: int = 0, is_head_fp8: bo
     for i in range(config.num_layers):
         for kind, (rows, columns) in shapes.items():
             packed |= fp8(f"{i}.{kind}", rows, columns)
-            packed[f"{i}.{kind}.in"] = torch.tensor(8.0 / 448.0, device=device)
+            if not is_dynamic:
+                packed[f"{i}.{kind}.in"] = torch.tensor(8.0 / 448.0, device=device)
         packed[f"{i}.kv_scale"] = torch.tensor([8.0 / 448.0] * 2, device=device)
         for name in ("input_norm", "post_norm"):
             packed[f"{i}.{name}"] = torch.ones(hidden, dtype=torch.bfloat16, device=device)
@@ -363,7 +375,7 @@ def write_engine(
     checkpoint: Checkpoint,
     config: ModelConfig,
     dtype: str,
-    limits: Mapping[str, int],
+    fp8: Fp8Config,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     """The GPU part of `build_engine`: weights into `staging` (none for a dummy: they are made again at load), and what
@@ -371,7 +383,7 @@ def write_engine(
     from .build import WEIGHTS, Laps
 
     lap = Laps()
-    packed, scales = _packed_weights(checkpoint, config, dtype, lap)
+    packed, scales = _packed_weights(checkpoint, config, dtype, fp8, lap)
     with torch.inference_mode(), no_garbage_collection():
         model = assemble(config, packed, {}, pages=2, max_positions=PAGE, ops=Ops.make(), max_sequences=1)
         tactics, timings = tune(model, say)
@@ -386,22 +398,22 @@ def write_engine(
     return {
         "tactics": tactics,
         "timings": timings,
-        "calibration": {"texts": len(CALIBRATION_TEXTS), "scales": scales} if scales else {},
+        "calibration": {"texts": fp8.calib_size, "scales": scales} if scales else {},
         "is_dummy": checkpoint.is_dummy,
         "seed": getattr(checkpoint, "seed", 0),
         "steps": lap.seconds,
     }
 
 
-CALIBRATION_TEXTS = range(64)  # the bundled prompts, first turns
-
-
 def _packed_weights(
-    checkpoint: Checkpoint, config: ModelConfig, dtype: str, lap: Callable[[str], None]
+    checkpoint: Checkpoint, config: ModelConfig, dtype: str, fp8: Fp8Config, lap: Callable[[str], None]
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, float]] | None]:
+    is_dynamic = fp8.activation_scales == "dynamic"
     with torch.inference_mode():
         if checkpoint.is_dummy and dtype == "fp8":
-            packed = random_packed(config, "cuda", seed=checkpoint.seed)
+            packed = random_packed(
+                config, "cuda", seed=checkpoint.seed, is_head_fp8=fp8.quantize_head, is_dynamic=is_dynamic
+            )
             lap("make random weights")
             return packed, None
         tensors = checkpoint.tensors(device="cuda", dtype=torch.bfloat16)
@@ -412,18 +424,24 @@ def _packed_weights(
         if dtype != "fp8":
             return packed, None
         model = assemble(config, packed, {}, pages=2, max_positions=2048, ops=Ops.make(off=("all",), pdl=False))
-        scales = calibrate(model, _calibration_ids(checkpoint))
-        packed = quantized(packed, config, scales, is_head=False)
+        scales = calibrate(model, _calibration_ids(checkpoint, fp8.calib_size))
+        is_per_channel = fp8.weight_scales == "per_channel"
+        packed = quantized(
+            packed, config, scales, is_head=fp8.quantize_head, is_per_channel=is_per_channel, is_dynamic=is_dynamic
+        )
         lap("calibrate and quantize")
         return packed, scales
 
 
-def _calibration_ids(checkpoint: Checkpoint) -> list[list[int]]:
+def _calibration_ids(checkpoint: Checkpoint, count: int) -> list[list[int]]:
+    """Bundled prompts, their first turns; `OptionError` for more than there are."""
     from ..bench.prompts import load_prompts, render
     from ..models import load_tokenizer
 
-    tokenizer = load_tokenizer(checkpoint)
-    return [render(prompt, tokenizer)[:512] for prompt in load_prompts()[: len(CALIBRATION_TEXTS)]]
+    tokenizer, prompts = load_tokenizer(checkpoint), load_prompts()
+    if count > len(prompts):
+        raise OptionError(f"calib_size is {count}", f"at most {len(prompts)}, the bundled prompts", "ask for fewer")
+    return [render(prompt, tokenizer)[:512] for prompt in prompts[:count]]
 
 
 def page_count(target: EngineInfo, max_draft_len: int, ring: int | None, max_tokens: int | None) -> int:
@@ -450,7 +468,11 @@ def load_gpu_model(
 
     config, facts = ModelConfig.from_hf(info.model_config), info.manifest["build"]
     if facts["is_dummy"] and info.dtype == "fp8":
-        packed = random_packed(config, "cuda", seed=facts["seed"])
+        made = info.manifest.get("fp8") or asdict(Fp8Config())
+        packed = random_packed(
+            config, "cuda", seed=facts["seed"], is_head_fp8=made["quantize_head"],
+            is_dynamic=made["activation_scales"] == "dynamic",
+        )  # fmt: skip
     elif facts["is_dummy"]:
         from ..models import resolve
 
