@@ -27,12 +27,15 @@ _CONFIGURATION = (
 )  # fmt: skip
 
 
+NOT_HERE = ("number-formats",)  # runs that only serve another question
+
+
 def read_records(folder: Path = RECORDED) -> dict[Path, list[dict[str, Any]]]:
     """The measured runs in every `<machine>/*.jsonl` below `folder`."""
     found = {}
     for path in sorted(folder.glob("*/*.jsonl")):
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-        runs = [line for line in lines if line.get("kind") == "run"]
+        runs = [line for line in lines if line.get("kind") == "run" and line.get("experiment") not in NOT_HERE]
         if runs:
             found[path.relative_to(folder)] = runs
     return found

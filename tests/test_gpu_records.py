@@ -8,6 +8,7 @@ from tutorial_lib.errors import OptionError
 from tutorial_lib.show.gpu_records import (
     RECORDED,
     breakdown_table,
+    formats_table,
     gpu_experiment,
     machine_and_day,
     products_table,
@@ -22,14 +23,26 @@ NAMES = sorted(path.stem for path in (RECORDED / "h200").glob("*.jsonl"))
 def test_every_shipped_experiment_can_be_shown(name):
     records = gpu_experiment(name)
     assert "H200" in machine_and_day(records)
-    for table in (products_table(records), steps_table(records), runs_table(records)):
+    kinds = {record["kind"] for record in records}
+    tables = {"build": products_table, "steps": steps_table, "run": runs_table, "number_formats": formats_table}
+    assert "run" in kinds
+    for table in (tables[kind](records) for kind in tables.keys() & kinds):
         assert table.rows and "<td" in table._repr_html_()
     runs = [r for r in records if r["kind"] == "run"]
     for row, run in zip(runs_table(records).rows, runs, strict=True):
         assert row["output throughput, tokens/s"] == run["figures"]["output_tok_s"]
         if run["method"] != "plain":
             assert row["acceptance"] == ("forced" if run["is_simulated"] else "real")
-    assert steps_table(records).rows[0]["against one row"] == 1
+    if "steps" in kinds:
+        assert steps_table(records).rows[0]["against one row"] == 1
+
+
+def test_what_fp8_costs_stands_beside_bf16():
+    bf16, fp8 = formats_table(gpu_experiment("number-formats")).rows
+    assert (bf16["number format"], fp8["number format"]) == ("bfloat16", "fp8")
+    assert bf16["logit error, % of their spread"] < fp8["logit error, % of their spread"]
+    assert bf16["answers that differ"] is None and fp8["answers that differ"].endswith("of 16")
+    assert fp8["plain, tokens/s"] > bf16["plain, tokens/s"] > 0
 
 
 def test_a_breakdown_adds_up_to_the_whole():
