@@ -381,13 +381,33 @@ class SimulatedAcceptance:
 
     acceptance_length: mean tokens per round, bonus included, as vLLM's `synthetic_acceptance_length` and SGLang's
     `SGLANG_SIMULATE_ACC_LEN` count; TensorRT-LLM's variable counts draft tokens only, one less. The schedule is the
-    one of least variance. Text made so is meaningless: every result says `is_simulated`.
+    one of least variance. acceptance_by_position: instead, the share of rounds that accept at least 1, 2, … drafts, as
+    metrics count it; the mean follows from it. Text made so is meaningless: every result says `is_simulated`.
     """
 
-    acceptance_length: float
+    acceptance_length: float | None = None
+    acceptance_by_position: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        _need_float("acceptance_length", self.acceptance_length, 1)
+        rates = self.acceptance_by_position
+        if (self.acceptance_length is None) == (rates is None):
+            raise OptionError(
+                "SimulatedAcceptance got both or neither of acceptance_length and acceptance_by_position", "one of them"
+            )
+        if rates is None:
+            _need_float("acceptance_length", self.acceptance_length, 1)
+            return
+        falling = all(a >= b for a, b in zip([1.0, *rates], [*rates, 0.0], strict=True))
+        if not rates or not falling:
+            raise OptionError(f"acceptance_by_position is {list(rates)}", "shares from 1 down to 0 that never rise")
+        object.__setattr__(self, "acceptance_by_position", tuple(rates))
+        object.__setattr__(self, "acceptance_length", 1.0 + sum(rates))
+
+    @property
+    def mean(self) -> float:
+        """Tokens per round, bonus included."""
+        assert self.acceptance_length is not None
+        return self.acceptance_length
 
 
 SpeculativeConfig = DecodingBaseConfig

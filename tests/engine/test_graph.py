@@ -540,11 +540,29 @@ def test_the_text_has_the_targets_distribution(method):
 
 @pytest.mark.parametrize("mean", [1.0, 1.25, 2.44, 3.0, 4.99, 5.0])
 def test_the_schedule_has_the_mean_asked_for_and_the_least_variance(mean):
-    schedule = forced_schedule(mean, 4)
+    schedule = forced_schedule(SimulatedAcceptance(acceptance_length=mean), 4)
     assert 1 + sum(schedule) / len(schedule) == pytest.approx(mean, abs=0.005)
     assert set(schedule) <= {math.floor(mean - 1), math.ceil(mean - 1)}
     for window in (schedule[:10], schedule[37:57]):  # spread evenly: every stretch has about the mean
         assert abs(sum(window) - len(window) * (mean - 1)) < 1 + 1e-6
+
+
+def test_shares_by_position_come_out_as_asked_and_evenly():
+    rates = (0.8, 0.55, 0.55, 0.1)
+    schedule = forced_schedule(SimulatedAcceptance(acceptance_by_position=rates), 6)
+    assert SimulatedAcceptance(acceptance_by_position=rates).acceptance_length == pytest.approx(3.0)
+    for depth, rate in enumerate(rates, start=1):
+        assert sum(n >= depth for n in schedule) == 1000 * rate
+        for window in (schedule[:50], schedule[321:371]):
+            assert sum(n >= depth for n in window) == pytest.approx(50 * rate, abs=3)
+    with pytest.raises(OptionError, match="has 4 shares.*at most 3"):
+        forced_schedule(SimulatedAcceptance(acceptance_by_position=rates), 3)
+    for wrong in ({}, {"acceptance_length": 2.0, "acceptance_by_position": [0.5]}):
+        with pytest.raises(OptionError, match="both or neither"):
+            SimulatedAcceptance(**wrong)
+    for wrong in ([], [0.5, 0.6], [1.2], [0.5, -0.1], [float("nan")]):
+        with pytest.raises(OptionError, match="never rise"):
+            SimulatedAcceptance(acceptance_by_position=wrong)
 
 
 @pytest.mark.parametrize("mean", [5.5, 1.2])

@@ -389,13 +389,17 @@ def _forced_tokens(simulated: SimulatedAcceptance | None) -> int | None:
     """The library counts accepted draft tokens, the bonus token not, and knows whole numbers only; 0 would be off."""
     if simulated is None:
         return None
-    if simulated.acceptance_length < 2 or simulated.acceptance_length != int(simulated.acceptance_length):
+    if simulated.acceptance_by_position is not None:
         raise OptionError(
-            f"SimulatedAcceptance(acceptance_length={simulated.acceptance_length:g}) on TensorRT-LLM",
+            "SimulatedAcceptance(acceptance_by_position=…) on TensorRT-LLM", "acceptance_length", "or the torch backend"
+        )
+    if simulated.mean < 2 or simulated.mean != int(simulated.mean):
+        raise OptionError(
+            f"SimulatedAcceptance(acceptance_length={simulated.mean:g}) on TensorRT-LLM",
             "a whole number >= 2",
             "round it, or use the torch backend",
         )
-    return int(simulated.acceptance_length) - 1
+    return int(simulated.mean) - 1
 
 
 def _force_environment(setup: Setup) -> dict[str, str]:

@@ -164,9 +164,11 @@ def refuse_unsupported(
     name = type(speculative).__name__
     if not isinstance(speculative, METHODS):
         raise _refused(name, f"one of {', '.join(m.__name__ for m in METHODS)}")
-    if simulated is not None and simulated.acceptance_length > speculative.max_draft_len + 1:
+    if simulated is not None and simulated.acceptance_by_position is not None:
+        raise _refused("SimulatedAcceptance(acceptance_by_position=…)", "acceptance_length")
+    if simulated is not None and simulated.mean > speculative.max_draft_len + 1:
         raise OptionError(
-            f"simulated acceptance length is {simulated.acceptance_length:g}",
+            f"simulated acceptance length is {simulated.mean:g}",
             f"at most max_draft_len + 1 = {speculative.max_draft_len + 1}",
         )
     needs_default = {

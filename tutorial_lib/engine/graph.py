@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..config import SimulatedAcceptance
 from ..errors import OptionError
 from .device_sampling import SlotParams, accept_sampled, draw, probabilities, uniform
 from .drafting import Drafting, OpenTree
@@ -249,9 +250,22 @@ def position_limit(max_seq_len: int, max_draft_len: int) -> int:
     return max_seq_len + max(2 * (max_draft_len + 1) + 1, MAX_STEP_ROWS)
 
 
-def forced_schedule(acceptance_length: float, max_draft_len: int, period: int = 100) -> list[int]:
-    """Accepted drafts per round for a mean of `acceptance_length` tokens per round, bonus included, with the least
-    variance: floor(mean) always, one more as often as the fraction asks, spread evenly. Raises `OptionError`."""
+def forced_schedule(simulated: SimulatedAcceptance, max_draft_len: int) -> list[int]:
+    """Accepted drafts of round after round, over and over. Raises `OptionError` for more than can be drafted."""
+    if (rates := simulated.acceptance_by_position) is None:
+        return _of_least_variance(simulated.mean, max_draft_len)
+    if len(rates) > max_draft_len:
+        raise OptionError(
+            f"acceptance_by_position has {len(rates)} shares", f"at most {max_draft_len}, the draft tokens of a round"
+        )
+    period, stride = 1000, 617  # without a common factor: every quantile comes once, and neighbours lie far apart
+    quantiles = [(i * stride % period + 0.5) / period for i in range(period)]
+    return [sum(u < rate for rate in rates) for u in quantiles]
+
+
+def _of_least_variance(acceptance_length: float, max_draft_len: int, period: int = 100) -> list[int]:
+    """For a mean of `acceptance_length` tokens per round, bonus included: floor(mean) always, one more as often as the
+    fraction asks, spread evenly."""
     if not 1.0 <= acceptance_length <= max_draft_len + 1:
         raise OptionError(
             f"acceptance_length is {acceptance_length:g}",
