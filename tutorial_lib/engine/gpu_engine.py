@@ -118,7 +118,7 @@ class GpuEngine(Engine):
                     "simulated_acceptance and a tree that grows anew every round", "a chain or a fixed tree"
                 )
             deepest = self.max_draft_len if tree is None else tree.depth
-            schedule = forced_schedule(simulated_acceptance.acceptance_length, deepest)
+            schedule = forced_schedule(simulated_acceptance, deepest)
             self.state.forced = torch.tensor(schedule, dtype=torch.int32, device=target.device)
         self._programs: dict[tuple[int, int, bool], RoundProgram] = {}
 
