@@ -189,7 +189,8 @@ def predict_speedup(plain_record: Mapping[str, Any], components: Components) -> 
     target's that its step is of the target's step), then need (output tokens - requests) / acceptance length rounds
     instead of as many steps. A round takes the plain run's own step time x (draft + verify) / plain step, all three
     from `components`, plus the plain run's overhead; drift of the machine between calibration and run cancels.
-    Returns {"speedup", "round_ms", "by_category": {category: speedup}}; slow categories weigh more in the first.
+    Returns {"speedup", "round_ms", "by_category": {category: speedup}, "seconds_by_category": what the speculative run
+    should take}; slow categories weigh more in the first.
     """
     relative = (components.draft_s + components.verify_step_s) / components.plain_step_s
     prefills = 1 + components.draft_step_s / components.plain_step_s
@@ -214,6 +215,7 @@ def predict_speedup(plain_record: Mapping[str, Any], components: Components) -> 
         "speedup": sum(plain_s.values()) / sum(predicted_s.values()),
         "round_ms": 1e3 * total_round_s / total_rounds if total_rounds else None,
         "by_category": {c: plain_s[c] / predicted_s[c] for c in plain_s},
+        "seconds_by_category": predicted_s,
     }
 
 

@@ -1,8 +1,9 @@
 """The cost model against the stop-watch: every recorded run that somebody also timed the parts of, with its error.
 
 Two predictions for each: from step times that were measured apart from the run, and from the hardware alone (bytes,
-flops, launches; see `hardware_model`). Both take the plain run's time to first token, and the acceptance length of the
-run, or the one that was forced; no time of the predicted run goes in. Reads records, measures nothing.
+flops, launches; see `hardware_model`). Both take the plain run's time to first token, and of the run the number of its
+tokens and its acceptance length, or the one that was forced; no time of the predicted run goes in. Reads records,
+measures nothing.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from .hardware_model import (
     medusa_cost,
     model_cost,
     step_s,
+    without_layers,
 )
 from .summary import PLAIN
 
@@ -47,12 +49,17 @@ SMOLLM2_135M = {  # the embedded target's shape, so that its records can be read
 }
 TOKENS_OF_A_MEASUREMENT = 300  # below it a single repeat cannot tell a hiccup from a finding
 LOOKUPS = ("ngram", "suffix", "lookahead")
+TREE_WIDTH = 3
+HOST_DRAFTERS = ("suffix", "lookahead")  # on a GPU these draft on the host, which waits for each round's tokens
+ONE_SHORT_REPEAT = "one short repeat"
+HOST_TURN = "the host's turn between rounds was not timed apart"
 
 
 @dataclass(frozen=True)
 class Point:
     """One measured speed-up of output throughput beside its two predictions (None: not predicted). category None:
-    over all prompts of the run. is_judged: it rests on several repeats, or on one long run."""
+    over all prompts of the run. why_not_judged: "" if it rests on several repeats or one long run, and all parts of its
+    round were timed apart."""
 
     machine: str
     session: str
@@ -62,10 +69,14 @@ class Point:
     category: str | None
     acceptance_length: float
     is_forced: bool
-    is_judged: bool
+    why_not_judged: str
     measured: float
     from_steps: float | None
     from_hardware: float | None
+
+    @property
+    def is_judged(self) -> bool:
+        return not self.why_not_judged
 
     @property
     def label(self) -> str:
@@ -133,29 +144,33 @@ class Shapes:
     def components(self, run: Record, acceptance: Mapping[str, float]) -> Components | None:
         """Step times from bytes, flops and launches; None for a method whose drafter is not described here."""
         k, nodes = run["max_draft_len"], run["figures"]["mean_draft_len"]
-        described = self._drafter(run["method"], k)
+        described = self._drafter(run, k)
         if described is None:
             return None
         drafter, widths = described
-        where = {"context": self.context}
         return Components(
             max_draft_len=k,
-            plain_step_s=step_s(self.target, self.machine, **where),
-            verify_step_s=step_s(self.target, self.machine, 1 + nodes, **where),
-            draft_s=draft_s(drafter, self.machine, widths, **where),
-            draft_step_s=draft_s(drafter, self.machine, widths[:1], **where),
+            plain_step_s=step_s(self.target, self.machine, context=self.context),
+            verify_step_s=step_s(self.target, self.machine, 1 + nodes, context=self.context),
+            draft_s=draft_s(drafter, self.machine, widths, context=self.context),
+            draft_step_s=draft_s(drafter, self.machine, widths[:1], context=self.context),
             acceptance_length=acceptance,
         )
 
-    def _drafter(self, method: str, k: int) -> tuple[ModelCost | None, tuple[int, ...]] | None:
+    def _drafter(self, run: Record, k: int) -> tuple[ModelCost | None, tuple[int, ...]] | None:
+        """The model that drafts, and its nodes by depth: of a tree a few at every depth, which read no more bytes."""
+        method = run["method"]
         if method in LOOKUPS:
             return None, chain(k)
         if method == "draft_target":
             return self.draft_model, chain(k)
-        if method in ("eagle3", "eagle3_tree"):
-            return eagle3_cost(_data_config("embedded_eagle3")), chain(k) if method == "eagle3" else (3,) * k
+        if method.startswith("eagle3"):
+            heads = eagle3_cost(_data_config("embedded_eagle3"), run["dtype"])
+            return heads, chain(k) if method == "eagle3" else (TREE_WIDTH,) * k
         if method == "medusa":
-            return medusa_cost(_data_config("embedded_medusa")), chain(1)
+            return medusa_cost(_data_config("embedded_medusa"), run["dtype"]), chain(1)
+        if method == "layer_skip" and (left_out := run.get("options", {}).get("skip_layers")):
+            return without_layers(self.target, len(left_out)), chain(k)
         return None
 
 
@@ -170,18 +185,28 @@ def _points(
     """The run as a whole, then its categories where there are several."""
     lengths = {c: forced or found["acceptance_length"] or 1.0 for c, found in run["by_category"].items()}
     of_steps = None if measured_parts is None else replace(measured_parts, acceptance_length=lengths)
+    of_hardware = shapes.components(run, lengths)
+    as_long = {
+        c: {**f, "output_tokens": run["by_category"][c]["output_tokens"]} for c, f in plain["by_category"].items()
+    }
     predicted = [
-        None if parts is None else predict_speedup(plain, parts)
-        for parts in (of_steps, shapes.components(run, lengths))
+        None if parts is None else predict_speedup({"by_category": as_long}, parts)["seconds_by_category"]
+        for parts in (of_steps, of_hardware)
     ]
     repeats, total = run["repeats"], run["figures"]["output_tokens"]
+    is_judged = repeats > 1 or total >= TOKENS_OF_A_MEASUREMENT
+    why_not = "" if is_judged else ONE_SHORT_REPEAT
+    if run["device"] != "cpu" and run["method"] in HOST_DRAFTERS:
+        why_not = HOST_TURN
     for category in (None, *(run["by_category"] if len(run["by_category"]) > 1 else ())):
-        ours, theirs = (
-            r["figures"]["output_tok_s"] if category is None else r["by_category"][category]["output_tok_s"]
-            for r in (run, plain)
-        )
+        own, base = (r["figures"] if category is None else r["by_category"][category] for r in (run, plain))
         values = [
-            None if p is None else p["speedup"] if category is None else p["by_category"][category] for p in predicted
+            None
+            if seconds is None
+            else own["output_tokens"]
+            / (sum(seconds.values()) if category is None else seconds[category])
+            / base["output_tok_s"]
+            for seconds in predicted
         ]
         yield Point(
             machine=shapes.machine.name,
@@ -190,11 +215,10 @@ def _points(
             method=run["method"],
             max_draft_len=run["max_draft_len"],
             category=category,
-            acceptance_length=forced
-            or (run["figures"]["acceptance_length"] if category is None else lengths[category]),
+            acceptance_length=forced or own["acceptance_length"] or 1.0,
             is_forced=forced is not None,
-            is_judged=repeats > 1 or total >= TOKENS_OF_A_MEASUREMENT,
-            measured=ours / theirs,
+            why_not_judged=why_not,
+            measured=own["output_tok_s"] / base["output_tok_s"],
             from_steps=values[0],
             from_hardware=values[1],
         )
@@ -241,8 +265,16 @@ def embedded_gpu_points(records: Sequence[Record], machine: Ceilings) -> list[Po
     return found
 
 
+def methods_gpu_points(records: Sequence[Record], machine: Ceilings) -> list[Point]:
+    """Every drafting method of the embedded pair on a GPU, chains and trees."""
+    runs = [r for r in records if r["kind"] == "run"]
+    summary = _first(records, "summary")["summary"]
+    in_format = replace(machine, flops_per_s=GPUS["H200"].flops_per_s(runs[0]["dtype"]))
+    return bench_points({"runs": runs, "summary": summary}, in_format, "methods")
+
+
 def bench_points(document: Mapping[str, Any], machine: Ceilings, session: str = "bench") -> list[Point]:
-    """A bench of the embedded pair on a CPU (`measure.bench`, `bench_methods`): the reader's own run, or a record."""
+    """A bench of the embedded pair (`measure.bench`, `bench_methods`): the reader's own run, or a record."""
     runs = [r for r in document["runs"] if r["backend"] == "torch"]
     times = document["summary"].get("calibration") or {}
     shapes = _embedded_shapes(runs[0]["dtype"], machine, 0)

@@ -66,24 +66,37 @@ def model_cost(config: Mapping[str, Any], dtype: str = "bfloat16", head_rows: in
     return ModelCost(config["num_hidden_layers"], layers, layers * small, head, head * wide, kv)
 
 
-def eagle3_cost(config: Mapping[str, Any]) -> ModelCost:
-    """An EAGLE-3 head in float32, as on a CPU: one layer whose attention reads embedding and
+def eagle3_cost(config: Mapping[str, Any], dtype: str = "float32") -> ModelCost:
+    """An EAGLE-3 head in one number format: one layer whose attention reads embedding and
     feature side by side, the fusion of three features, a shortlist as head."""
     width, size = config["hidden_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
     layer = 2 * width * (queries + 2 * keys) + queries * width + 3 * width * config["intermediate_size"]
-    return _in_float32(1, layer + 3 * width * width, config["draft_vocab_size"] * width, 2 * keys)
+    return _in_one_format(dtype, 1, layer + 3 * width * width, config["draft_vocab_size"] * width, 2 * keys)
 
 
-def medusa_cost(config: Mapping[str, Any]) -> ModelCost:
-    """All Medusa heads at once, in float32: their residual blocks, then the target's head over each one's shortlist."""
+def medusa_cost(config: Mapping[str, Any], dtype: str = "float32") -> ModelCost:
+    """All Medusa heads at once, in one format: their residual blocks, then the target's head over a shortlist."""
     width, heads = config["hidden_size"], config["medusa_num_heads"]
     blocks = heads * config["medusa_num_layers"] * width * width
-    return _in_float32(config["medusa_num_layers"], blocks, config["draft_vocab_size"] * width, 0)
+    return _in_one_format(dtype, config["medusa_num_layers"], blocks, config["draft_vocab_size"] * width, 0)
 
 
-def _in_float32(layers: int, layer_weights: int, head_weights: int, kv_numbers: int) -> ModelCost:
-    return ModelCost(layers, layer_weights, 4 * layer_weights, head_weights, 4 * head_weights, 4 * kv_numbers)
+def without_layers(model: ModelCost, count: int) -> ModelCost:
+    """The model with `count` of its layers left out, as layer skipping drafts."""
+    share = 1 - count / model.layers
+    return replace(
+        model,
+        layers=model.layers - count,
+        layer_weights=share * model.layer_weights,
+        layer_bytes=share * model.layer_bytes,
+        kv_bytes_per_token=share * model.kv_bytes_per_token,
+    )
+
+
+def _in_one_format(dtype: str, layers: int, layer_weights: int, head_weights: int, kv_numbers: int) -> ModelCost:
+    size = BYTES_PER_ELEMENT[dtype]
+    return ModelCost(layers, layer_weights, size * layer_weights, head_weights, size * head_weights, size * kv_numbers)
 
 
 # ---- times -----------------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ def recorded_points(folder: str | Path = RECORDED) -> list[Point]:
     for file in sorted((folder / "h200").glob("*b-*b.jsonl")):
         found += evidence.forced_points(read_records(file), on_gpu)
     found += evidence.embedded_gpu_points(read_records(folder / "h200" / "embedded.jsonl"), on_gpu)
+    found += evidence.methods_gpu_points(read_records(folder / "h200" / "methods.jsonl"), on_gpu)
     for file in sorted(folder.glob("*/ceilings.jsonl")):
         on_cpu = evidence.cpu_ceilings(read_records(file)[-1])
         values = Recorder("02_speculative_runs", is_replay=True, folder=folder)
@@ -54,7 +55,7 @@ def recorded_ceilings(folder: str | Path = RECORDED) -> Ceilings:
 
 def plot_predictions(points: Sequence[Point]) -> go.Figure:
     """Measured against predicted speed-up, one panel for each of the two predictions; the band is 12% wide either way.
-    Filled marks are GPU runs, hollow ones a CPU's; small grey ones are single short runs, shown and not judged."""
+    Filled marks are GPU runs, hollow ones a CPU's; small grey ones are shown and not judged."""
     figure = make_subplots(
         rows=1, cols=2, subplot_titles=list(SOURCES.values()), shared_yaxes=True, horizontal_spacing=0.05
     )
@@ -97,7 +98,8 @@ def _title(points: Sequence[Point]) -> str:
         return "Nothing to compare with the cost model"
     return (
         f"{steps.count} recorded speed-ups: predicted from measured steps to within {steps.median:.1%} (median) and "
-        f"{steps.worst:.0%} (worst), from the hardware alone {alone.median:.1%} and {alone.worst:.0%}"
+        f"{steps.worst:.0%} (worst), from the hardware alone {alone.median:.1%} and {alone.worst:.0%}; "
+        f"{sum(not p.is_judged for p in points)} more are shown, not judged"
     )
 
 
@@ -109,15 +111,16 @@ def _groups(points: Sequence[Point]) -> Iterator[tuple[str, list[Point], dict[st
         mine = [p for p in judged if (p.method, p.machine == "H200") == (method, is_gpu)]
         symbol = style.symbol if is_gpu else f"{style.symbol}-open"
         yield f"{style.label}, {'H200' if is_gpu else 'CPU'}", mine, {"symbol": symbol, "size": 9, "color": style.color}
-    if single := [p for p in points if not p.is_judged]:
-        yield "one short repeat", single, {"symbol": "circle", "size": 5, "color": "#9A9A9A"}
+    for why in dict.fromkeys(p.why_not_judged for p in points if not p.is_judged):
+        marker = {"symbol": "circle" if why == evidence.ONE_SHORT_REPEAT else "x", "size": 5, "color": "#9A9A9A"}
+        yield f"not judged: {why}", [p for p in points if p.why_not_judged == why], marker
 
 
 def predictions_table(points: Sequence[Point]) -> Table:
     """A row for every session and method: how many points, and how far off both predictions are, in per cent."""
     rows = []
-    for session, method, is_judged in dict.fromkeys((p.session, p.method, p.is_judged) for p in points):
-        mine = [p for p in points if (p.session, p.method, p.is_judged) == (session, method, is_judged)]
+    for session, method in dict.fromkeys((p.session, p.method) for p in points):
+        mine = [p for p in points if (p.session, p.method) == (session, method)]
         row: dict[str, Any] = {
             "session": session,
             "machine": mine[0].machine,
@@ -130,5 +133,5 @@ def predictions_table(points: Sequence[Point]) -> Table:
             off = [100 * abs(error) for p in mine if (error := p.error(source)) is not None]
             row[f"{words}: median, %"] = statistics.median(off) if off else None
             row[f"{words}: worst, %"] = max(off) if off else None
-        rows.append(row | {"": "" if is_judged else "one short repeat: not judged"})
+        rows.append(row | {"not judged, because": mine[0].why_not_judged})
     return Table(rows, digits=1)
