@@ -132,8 +132,8 @@ class TableModel:
 
     def prefill(self, ids, table, slot, feature_layers=(), take=None, start=0) -> None: ...
 
-    def one_step(self, token: int, start: int, table, slot, feature_layers=()) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.table[[token]], self.table[:0]
+    def last_step(self, ids, table, slot, feature_layers=(), take=None, *, start: int):
+        return self.table[[ids[-1]]], self.table[:0]
 
     def step(self, tokens, table, lengths, slots, rows: int, tree=None, taps=None) -> torch.Tensor:
         return self.table[tokens.long()]

@@ -106,7 +106,8 @@ class GpuEngine(Engine):
             ahead=drafting.ahead if drafting is not None else 0,
             ring=ring_positions([target.config.sliding_window, *(drafting.windows if drafting is not None else ())]),
         )
-        self.scheduler = Scheduler(max_slots, self.cache, max_rows=PREFILL_CHUNK, pass_rows=MAX_STEP_ROWS)
+        rows = {"max_rows": PREFILL_CHUNK, "pass_rows": MAX_STEP_ROWS}
+        self.scheduler = Scheduler(max_slots, self.cache, slack=self._slack, **rows)
         self._free, self._is_stepping = self.scheduler.free, False
         self._launched: list[Launched] = []
         self._is_ahead = False  # a round has been launched in this turn
@@ -282,43 +283,40 @@ class GpuEngine(Engine):
             seat, context, start = _seat(request), request.context, request.computed
             request.computed = end = start + count
             is_last = end == len(context)
-            self._read_text(request.slot, request.token_ids, start, end - is_last)
+            logits = self._read_text(request.slot, request.token_ids, start, end, is_last)
             if is_drafter_reading:
                 self._read_drafter(request.slot, request.token_ids, seat.drafted, end - is_last)
                 seat.drafted = end - is_last
             self.cache.enter(request.slot, seat, request.token_ids, seat.drafted)
-            if is_last:
-                self._begin_rounds(request, seat)
+            if logits is not None:
+                self._begin_rounds(request, seat, logits)
         if not self._is_ahead:
             self._settle()
         self._is_ahead = False
 
-    def _read_text(self, slot: int, text: Sequence[int], start: int, end: int) -> None:
-        """Positions `start` to `end` of `text` into the target's cache, their features to the drafter."""
-        if start < end:
-            state, drafting = self.state, self.drafting
-            layers = drafting.feature_layers if drafting is not None else ()
-            take = drafting.take(text, state.table, slot) if drafting is not None else None
-            self.target.prefill(text[start:end], state.table, slot, layers, take, start=start)
+    def _read_text(self, slot: int, text: Sequence[int], start: int, end: int, is_last: bool) -> torch.Tensor | None:
+        """Positions `start` to `end` of `text` into the target's cache, their features to the drafter. is_last: rounds
+        begin behind them, at the features of the last one; then the logits float32 [1, V] of what follows."""
+        state, drafting = self.state, self.drafting
+        layers = drafting.feature_layers if drafting is not None else ()
+        take = drafting.take(text, state.table, slot) if drafting is not None else None
+        whole = end - 1 - (end - 1 - start) % MAX_STEP_ROWS if is_last else end  # until here in steps without logits
+        self.target.prefill(text[start:whole], state.table, slot, layers, take, start=start)
+        if not is_last:
+            return None
+        logits, features = self.target.last_step(text[whole:end], state.table, slot, layers, take, start=whole)
+        if layers:
+            state.features[slot * state.feature_rows] = features[0]
+        return logits
 
     def _read_drafter(self, slot: int, text: Sequence[int], start: int, end: int) -> None:
         if start < end and self.drafting is not None:
             self.drafting.begin(text[start:end], self.state.table, slot, start)
 
-    def _read_root(self, slot: int, token: int, position: int) -> torch.Tensor:
-        """The last position before rounds begin; logits float32 [1, V] of what follows. It takes a step of its own, so
-        that what is computed from it comes from the kernels that decode."""
-        layers = self.drafting.feature_layers if self.drafting is not None else ()
-        logits, features = self.target.one_step(token, position, self.state.table, slot, layers)
-        if layers:
-            self.state.features[slot * self.state.feature_rows] = features[0]
-        return logits
-
-    def _begin_rounds(self, request: Request, seat: Seat) -> None:
+    def _begin_rounds(self, request: Request, seat: Seat, logits: torch.Tensor) -> None:
         """A prompt has been read: its first token, unless the request goes on after a preemption, and what the rounds
         need to know of it."""
         slot, state, params, context = request.slot, self.state, request.params, request.context
-        logits = self._read_root(slot, context[-1], len(context) - 1)
         state.params.temperature[slot] = params.temperature or 1.0
         state.params.top_k[slot] = params.top_k or 0
         state.params.top_p[slot] = 0.0 if params.is_greedy else 1.0 if params.top_p is None else params.top_p
@@ -394,9 +392,8 @@ class GpuEngine(Engine):
         ids = _arbitrary_ids(self.target.config.vocab_size, context + 1)
         slot = self._idle_slot(context + k + 1)
         with self._spare_pages(slot):
-            self._read_text(slot, ids, 0, context - 1)
+            self._read_text(slot, ids, 0, context, is_last=True)
             self._read_drafter(slot, ids, 0, context - 1)
-            self._read_root(slot, ids[context - 1], context - 1)
             self._begin_text(slot, ids)
             program = RoundProgram(self.target, drafting, state, batch=1, max_draft_len=k)
             program.aim([slot])

@@ -355,9 +355,9 @@ class GpuModel:
     ) -> None:
         """Append a stretch of text to `slot`, which holds `start` tokens; 64 a step, on a GPU the step is one graph.
 
-        Rows behind the text's end in the last step write positions that later steps write again. A prompt's last
-        token is left to `step`, so that whatever is computed from it comes from the kernels that decode. take: gets
-        each step's first position and features [64, F * H], which the next step overwrites.
+        Rows behind the text's end in the last step write positions that later steps write again. A text's last piece
+        is left to `last_step`. take: gets each step's first position and features [64, F * H], which the next step
+        overwrites.
         """
         step = self._fixed_step(MAX_STEP_ROWS, feature_layers, has_logits=False)
         step.table[0, : table.shape[1]] = table[slot]
@@ -367,16 +367,26 @@ class GpuModel:
                 take(start + at, step.features)
 
     @torch.inference_mode()
-    def one_step(
-        self, token: int, start: int, table: torch.Tensor, slot: int, feature_layers: tuple[int, ...] = ()
+    def last_step(
+        self,
+        ids: Sequence[int],
+        table: torch.Tensor,
+        slot: int,
+        feature_layers: tuple[int, ...] = (),
+        take: Callable[[int, torch.Tensor], None] | None = None,
+        *,
+        start: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits float32 [1, V] after one token of `slot` at position `start`, and its features [1, F * H]; both are
-        overwritten by the next call."""
-        step = self._fixed_step(1, feature_layers, has_logits=True)
+        """As `prefill` for the last 1 to 64 tokens of a text: logits float32 [1, V] of what follows it, and its last
+        token's features [1, F * H]. Both are overwritten by the next call."""
+        count = len(ids)
+        step = self._fixed_step(1 if count == 1 else MAX_STEP_ROWS, feature_layers, has_logits=True)
         step.table[0, : table.shape[1]] = table[slot]
-        step.run([token], start)
+        step.run(ids, start)
+        if take is not None and count > 1:
+            take(start, step.features)
         assert step.logits is not None
-        return step.logits, step.features
+        return step.logits[count - 1 : count], step.features[count - 1 : count]
 
     def _fixed_step(self, rows: int, feature_layers: tuple[int, ...], *, has_logits: bool) -> FixedStep:
         key = (rows, feature_layers, has_logits)

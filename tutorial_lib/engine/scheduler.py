@@ -28,10 +28,11 @@ PIECE = 128
 class Scheduler:
     """waiting: first come, first served. running: those with a slot, in the order in which they got it.
 
-    max_rows: the most rows of one prompt in one pass. pass_rows: what a pass costs, however few rows of it are used."""
+    max_rows: the most rows of one prompt in one pass. pass_rows: what a pass costs, however few rows of it are used.
+    slack: positions behind its text that a request must have to take part in a round."""
 
-    def __init__(self, slots: int, cache: BlockCache, *, max_rows: int, pass_rows: int = 1) -> None:
-        self.cache, self.max_rows, self.pass_rows = cache, max_rows, pass_rows
+    def __init__(self, slots: int, cache: BlockCache, *, max_rows: int, pass_rows: int = 1, slack: int = 0) -> None:
+        self.cache, self.max_rows, self.pass_rows, self.slack = cache, max_rows, pass_rows, slack
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.free = list(range(slots))[::-1]
@@ -55,7 +56,8 @@ class Scheduler:
         while self.waiting and self.free:
             request, slot = self.waiting[0], self.free[-1]
             text = request.context
-            holding = self.cache.begin(slot, text, len(text) - (not request.output_ids), len(text) + 1)
+            most_reused = len(text) - (not request.output_ids)
+            holding = self.cache.begin(slot, text, most_reused, len(text) + 1 + self.slack)
             if holding is None:
                 return
             self.waiting.popleft()
