@@ -246,12 +246,13 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded(given, words):
 def test_shapes_with_random_weights_are_run_as_others_publish_them():
     """The call is the one that an engine on a GPU gets; nothing is loaded here."""
     asked: list[tuple] = []
+    warmed: list[int] = []
 
     def make(model, **options):
         asked.append((model, options))
         return SimpleNamespace(
             close=lambda: None, tokenizer=lambda text: {"input_ids": list(text.encode())}, info=INFO,
-            engine=Machine(64), generate=lambda *_: None,
+            engine=Machine(64), generate=lambda prompts, _: warmed.append(len(prompts)),
         )  # fmt: skip
 
     pair = {"target": "dummy:llama-3.1-8b", "drafter": "dummy:llama-3.2-1b", "concurrency": (1, 16)}
@@ -259,6 +260,7 @@ def test_shapes_with_random_weights_are_run_as_others_publish_them():
         clocked: Callable = lambda engine, load, *, batching: engine.run(load, batching)  # noqa: E731
         patch.setattr(load_run.loads, "serve", clocked)
         document = bench_load("h200", settings_for(PROFILES["h200"], **pair), say=lambda line: None, make_llm=make)
+    assert warmed == [1, 1, 2, 4, 8, 16, 2, 4, 8, 16]  # every graph of both engines, once
     (target, plain), (_, drafted) = asked
     assert target == "dummy:llama-3.1-8b" and plain["speculative_config"] is plain["simulated_acceptance"] is None
     assert (

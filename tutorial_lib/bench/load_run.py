@@ -256,8 +256,11 @@ def _config(name: str, s: Settings) -> DecodingBaseConfig | None:
 
 
 def _warm_up(llm: Any, name: str, load: Load, done: set[tuple[str, int]]) -> None:
-    """A few rounds at every batch bucket that the load passes through, once for each engine."""
+    """A few rounds, once for each engine: on a GPU at every batch bucket that the load passes through, each of which is
+    a graph of its own; on a CPU at the first concurrency."""
     sizes = [2**i for i in range(load.concurrency.bit_length()) if 2**i < load.concurrency] + [load.concurrency]
+    if not str(llm.info.get("device", "")).startswith("cuda"):
+        sizes = [] if any(known == name for known, _ in done) else [load.concurrency]
     few = SamplingParams(max_tokens=3 * (llm.info.get("max_draft_len", 0) + 1), ignore_eos=True)
     for size in [n for n in sizes if (name, n) not in done]:
         llm.generate([list(load.jobs[i % len(load.jobs)][0]) for i in range(size)], few)
