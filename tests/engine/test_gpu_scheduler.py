@@ -178,22 +178,23 @@ def test_cancelled_requests_leave_at_once(engine_of):
     assert items[-1].finish_reason == "length" and nothing_is_held(engine)
 
 
-@pytest.mark.parametrize("method", ["draft model", "eagle"])
-def test_an_error_in_one_turn_spoils_no_other_request(method, engine_of, monkeypatch):
-    """A launch fails with results on their way; those who did not ask for it are read anew and come out right."""
+@pytest.mark.parametrize(("method", "where"), [("draft model", "_read_text"), ("eagle", "_launch")])
+def test_an_error_in_one_turn_spoils_no_other_request(method, where, engine_of, monkeypatch):
+    """A launch fails with results on their way, which nobody waits for any more; those who did not ask for it are read
+    anew and come out right."""
     engine, alone = engine_of(method), engine_of(method)
     params = SamplingParams(max_tokens=30)
     (stream,) = engine.open([[7, 8, 9]], [params])
     for _ in range(4):
         engine.step()
-    launch, armed = engine._launch, [True]
+    call, armed = getattr(engine, where), [True]
 
     def broken(*arguments):
         if armed.pop() if armed else False:
             raise RuntimeError("stop")
-        return launch(*arguments)
+        return call(*arguments)
 
-    monkeypatch.setattr(engine, "_launch", broken)
+    monkeypatch.setattr(engine, where, broken)
     with pytest.raises(RuntimeError):
         engine.generate([[1, 2]], [params])
     assert outputs(engine.generate([[1, 2]], [params])) == outputs(alone.generate([[1, 2]], [params]))

@@ -53,13 +53,19 @@ def test_a_reused_beginning_gives_the_same_text(shared, method, engine_of, monke
     assert warm.cache.pool.held == 0
 
 
-def test_a_conversation_goes_on_where_it_ended(engine_of):
-    """The answer of the first turn is in the cache too, whatever was drafted on the way."""
-    warm, cold = engine_of("draft model", KV["reuse"]), engine_of("draft model")
-    (first,) = warm.generate([LONG[:90]], [SamplingParams(max_tokens=60)])
-    turn = LONG[:90] + first.token_ids + [3, 1, 4]
-    (found,), (expected,) = (e.generate([turn], [SamplingParams(max_tokens=20)]) for e in (warm, cold))
-    assert found.cached_tokens == 128 and found.token_ids == expected.token_ids
+@pytest.mark.parametrize("method", ["none", "self-draft", "eagle"])
+def test_a_conversation_goes_on_where_it_ended(method, engine_of):
+    """The answer of the first turn is in the cache too, but nothing that was not read before it ended: texts that end
+    with a page, one token before it and a few behind."""
+    warm, cold, params = engine_of(method, KV["reuse"]), engine_of(method), [SamplingParams(max_tokens=12)]
+    for number, length in enumerate((127, 128, 129, 136)):
+        prompt = [number, *LONG[:100]]
+        (first,) = warm.generate([prompt], [SamplingParams(max_tokens=length - 101)])
+        turn = prompt + first.token_ids + [3, 1, 4]
+        (found,), (expected,) = warm.generate([turn], params), cold.generate([turn], params)
+        assert found.cached_tokens == (128 if length == 136 else 64)
+        assert found.token_ids == expected.token_ids
+        assert [(r.drafted, r.accepted) for r in found.rounds] == [(r.drafted, r.accepted) for r in expected.rounds]
 
 
 @pytest.mark.parametrize("method", ["draft model", "eagle"])
