@@ -114,7 +114,8 @@ class Fp8Config:
 
 @dataclass(frozen=True, kw_only=True)
 class KvCacheConfig:
-    """The KV cache. `dtype="auto"` follows the weights; further forms arrive with the backends that support them."""
+    """The KV cache. `dtype="auto"` follows the weights. The torch backend's blocks have 64 tokens on a GPU, the tile of
+    its attention kernel, and `tokens_per_block` on a CPU. Further forms arrive with the backends that support them."""
 
     dtype: Literal["auto", "fp8"] = "auto"
     enable_block_reuse: bool = False
