@@ -3,6 +3,7 @@ drafting method, and a way to put requests in line over time."""
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from tutorial_lib.config import (
     MedusaDecodingConfig,
     NGramDecodingConfig,
     SADecodingConfig,
+    SamplingParams,
 )
 from tutorial_lib.drafters.checkpoints import read_eagle3, read_medusa
 from tutorial_lib.drafters.suffix import SuffixDrafter
@@ -87,6 +89,20 @@ def engine_for(
     return GpuEngine(
         target, TEXT, (), max_draft_len=0 if method == "none" else k, draft_len_schedule=schedule, **options
     )
+
+
+def mixed_requests(seed: int, count: int) -> list[tuple[list[int], SamplingParams]]:
+    """Prompts of 1 to 250 tokens, half of them with a common beginning of 70; all kinds of sampling and stopping."""
+    rng = random.Random(seed)
+    system = [rng.randrange(320) for _ in range(70)]
+    requests = []
+    for i in range(count):
+        prompt = [rng.randrange(320) for _ in range(rng.choice([1, 2, 63, 64, 65, 150] if i % 2 else [1, 5, 58, 100]))]
+        options: dict = {"max_tokens": rng.choice([1, 2, 9, 24])}
+        options |= rng.choice([{}, {}, {"temperature": 0.9, "seed": i}, {"temperature": 1.2, "top_k": 9, "seed": i}])
+        options |= rng.choice([{}, {"stop_token_ids": list(range(0, 320, 16))}, {"stop": [" w1", " w22"]}])
+        requests.append((prompt if i % 2 else system + prompt, SamplingParams(**options)))
+    return requests
 
 
 def serve(engine: GpuEngine, requests, arrivals) -> list:

@@ -1,5 +1,5 @@
-"""In-flight batching of the GPU path, run as plain torch on a CPU: whoever comes and goes, each request's text is the
-one it has alone, and every page comes back."""
+"""In-flight batching of the GPU path, run as plain torch on a CPU: who joins, waits and leaves when, how far the host
+is ahead, and that every page comes back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import random
 
 import pytest
 from gpu_engines import (
-    DEEP,
     KV,
     LONGEST,
     SHALLOW,
@@ -16,21 +15,19 @@ from gpu_engines import (
     Exact,
     engine_for,
     make_heads,
-    medusa,
+    mixed_requests,
     model,
     nothing_is_held,
     outputs,
     serve,
 )
-from gpu_models import engine, gpu_model, random_ids
+from gpu_models import random_ids
 
 from tutorial_lib.config import KvCacheConfig, SamplingParams
 from tutorial_lib.engine.drafting import ModelDrafting
 from tutorial_lib.engine.gpu_engine import GpuEngine
 from tutorial_lib.engine.gpu_model import PAGE
-from tutorial_lib.errors import OptionError, PromptError
-
-DRAFTERS = ("none", "draft model", "self-draft", "ngram", "suffix", "eagle", "eagle tree", "medusa")
+from tutorial_lib.errors import PromptError
 
 
 @pytest.fixture(autouse=True)
@@ -48,58 +45,6 @@ def heads(tmp_path_factory):
 def engine_of(heads):
     """engine_of(method, kv, schedule): see `engine_for`."""
     return lambda method, *arguments, **options: engine_for(method, heads, *arguments, **options)
-
-
-def mixed_requests(seed: int, count: int) -> list[tuple[list[int], SamplingParams]]:
-    """Prompts of 1 to 250 tokens, half of them with a common beginning of 70; all kinds of sampling and stopping."""
-    rng = random.Random(seed)
-    system = [rng.randrange(320) for _ in range(70)]
-    requests = []
-    for i in range(count):
-        prompt = [rng.randrange(320) for _ in range(rng.choice([1, 2, 63, 64, 65, 150] if i % 2 else [1, 5, 58, 100]))]
-        options: dict = {"max_tokens": rng.choice([1, 2, 9, 25, 40])}
-        options |= rng.choice([{}, {}, {"temperature": 0.9, "seed": i}, {"temperature": 1.2, "top_k": 9, "seed": i}])
-        options |= rng.choice([{}, {"stop_token_ids": list(range(0, 320, 16))}, {"stop": [" w1", " w22"]}])
-        requests.append((prompt if i % 2 else system + prompt, SamplingParams(**options)))
-    return requests
-
-
-def longer(params: SamplingParams) -> SamplingParams:
-    return SamplingParams(max_tokens=params.max_tokens + 40)
-
-
-MIXES = [(method, "plain") for method in ("none", "draft model", "ngram", "suffix", "eagle", "medusa")]
-MIXES += [(method, "reuse") for method in ("self-draft", "eagle")]
-MIXES += [(method, "scarce reuse") for method in ("none", "draft model", "eagle")]
-
-
-@pytest.mark.parametrize(("method", "kv"), MIXES)
-def test_twenty_requests_in_a_mix_are_as_each_is_alone(method, kv, engine_of):
-    """Arrivals, lengths, samplers and stops mixed. Where pages are scarce requests grow long and give theirs up in
-    mid-text; one that samples then draws with other drafts, so there all are greedy."""
-    requests = mixed_requests(len(method), 20)
-    if "scarce" in kv:
-        requests = [(prompt[:100], longer(params)) for prompt, params in requests[:12]]
-    alone = engine_of(method)
-    expected = [alone.generate([prompt], [params])[0] for prompt, params in requests]
-    rng = random.Random(1)
-    engine = engine_of(method, KV[kv])
-    found = serve(engine, requests, sorted(rng.randrange(4 if "scarce" in kv else 40) for _ in requests))
-    for mine, theirs in zip(found, expected, strict=True):
-        assert mine.token_ids == theirs.token_ids
-        assert (mine.text, mine.finish_reason, mine.stop_reason) == (
-            theirs.text, theirs.finish_reason, theirs.stop_reason,
-        )  # fmt: skip
-        if kv == "plain" or (kv == "reuse" and method == "self-draft"):
-            assert [(r.drafted, r.accepted) for r in mine.rounds] == [(r.drafted, r.accepted) for r in theirs.rounds]
-    if "reuse" in kv:
-        assert sum(g.cached_tokens >= 64 for g in found) > 3
-    if "scarce" in kv:
-        assert sum(g.preemptions for g in found) > 0
-    assert nothing_is_held(engine)
-
-
-# ---- joining, waiting, leaving --------------------------------------------------------------------------------------
 
 
 def test_requests_join_and_leave_between_rounds(engine_of):
@@ -235,64 +180,3 @@ def test_nothing_is_left_after_a_thousand_requests(heads):
     pool.forget_all()
     assert pool.available == len(pool.blocks) and not pool._by_key and not pool._behind
     assert all(block.refs == 0 for block in pool.blocks)
-
-
-# ---- the draft length by load ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("method", [m for m in DRAFTERS if m != "none"])
-def test_the_schedule_sets_k_by_active_requests(method, engine_of):
-    """Down to 0 and up again: text as ever; rounds that begin at the same token with the same K are the same, however
-    K came there."""
-    engine = engine_of(method, schedule={1: 4, 2: 2, 4: 0})
-    prompts, lengths = [[1, 2, 3] * 5, [4, 5] * 4, [6], [7, 8, 9] * 3], (44, 20, 8, 8)
-    found = engine.generate(prompts, [SamplingParams(max_tokens=n) for n in lengths])
-    plain = GpuEngine(engine.target, TEXT, (), max_slots=1, max_seq_len=LONGEST)
-    for generation, prompt, length in zip(found, prompts, lengths, strict=True):
-        assert outputs(plain.generate([prompt], [SamplingParams(max_tokens=length)])) == [generation.token_ids]
-    counts = [len(r.drafted) for r in found[0].rounds]
-    assert counts[0] == 0 < max(counts[7:])
-    for k in {2, 4}:
-        (alone,) = engine_of(method, k=k).generate(prompts[:1], [SamplingParams(max_tokens=44)])
-        ours, theirs = by_start(found[0]), by_start(alone)
-        shared = [at for at in ours.keys() & theirs.keys() if len(ours[at].drafted) == len(theirs[at].drafted)]
-        assert all(ours[at].drafted == theirs[at].drafted for at in shared)
-
-
-def by_start(generation) -> dict:
-    """Rounds by how many tokens there were before them."""
-    found, at = {}, 1
-    for each in generation.rounds:
-        found[at] = each
-        at += len(each.emitted)
-    return found
-
-
-@pytest.mark.parametrize("kv", ["plain", "reuse"])
-def test_a_draft_model_recovers_after_a_stretch_at_zero(kv, engine_of):
-    """It drafts with the target's own weights: all is accepted, unless holes in its cache make it another model."""
-    engine = engine_of("self-draft", KV[kv], schedule={1: 4, 2: 0})
-    long, short = engine.generate([random_ids(70), [3]], [SamplingParams(max_tokens=n) for n in (60, 20)])
-    assert [len(r.drafted) for r in short.rounds] == [0] * 19
-    counts = [(len(r.drafted), r.accepted) for r in long.rounds]
-    assert counts[:19] == [(0, 0)] * 19 and counts[20:27] == [(4, 4)] * 7
-
-
-def test_a_schedule_for_a_part_of_a_tree_is_refused(engine_of, heads):
-    target = model(DEEP)
-    drafting = medusa(target, heads)
-    with pytest.raises(OptionError, match="asks for 2 of a tree's 5 tokens; needed: the whole tree, or 0"):
-        GpuEngine(target, TEXT, (), max_slots=2, max_seq_len=99, drafting=drafting, draft_len_schedule={1: 5, 4: 2})
-
-
-def test_more_rows_than_a_step_has_are_served_by_several_programs_a_turn(monkeypatch):
-    """K = 15 for six requests are 96 rows: two programs of three requests, in every turn."""
-    target, draft = (gpu_model(SHALLOW, slots=6, draft_len=15) for _ in range(2))
-    made = engine(target, TEXT, draft=draft, k=15, max_slots=6)
-    prompts, params = [random_ids(5 + i, seed=i) for i in range(6)], SamplingParams(max_tokens=50)
-    launched, launch = [], made._launch
-    monkeypatch.setattr(made, "_launch", lambda active, k: (launched.append(len(active)), launch(active, k))[1])
-    found = made.generate(prompts, [params] * 6)
-    assert launched[:8] == [3] * 8
-    assert outputs(found) == [engine(target, TEXT).generate([p], [params])[0].token_ids for p in prompts]
-    assert all((len(r.drafted), r.accepted) == (15, 15) for g in found for r in g.rounds)
