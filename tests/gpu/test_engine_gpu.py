@@ -7,9 +7,10 @@ plain torch, bf16 and float32), greedy texts may part at a near-tie: `same_text`
 from __future__ import annotations
 
 import gc
+import json
 import random
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,7 @@ from stand_ins import Pieces
 
 from tutorial_lib.config import (
     DraftTargetDecodingConfig,
+    Fp8Config,
     KvCacheConfig,
     LookaheadDecodingConfig,
     NGramDecodingConfig,
@@ -512,6 +514,23 @@ def test_build_load_generate(form, cache):
     assert all(r.accepted == 4 for g in own for r in g.rounds)
     with LLM(SMALL, kernels_off=["attention", "linear"], **options) as llm:
         assert len(llm.generate([1, 2, 3], params).token_ids) == 40
+
+
+@pytest.mark.parametrize("fp8", [Fp8Config(activation_scales="dynamic"), Fp8Config(quantize_head=True)])
+def test_every_form_of_fp8_builds_and_speculates_as_it_decodes(fp8, cache, tmp_path):
+    from tutorial_lib import LLM, build
+
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("the GPU has no FP8 units")
+    path = build(SMALL, tmp_path / "engine", dtype="fp8", fp8=fp8, max_batch_size=2, say=lambda line: None)
+    assert json.loads((path / "engine.json").read_text())["fp8"] == asdict(fp8)
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    with LLM(str(path)) as llm:
+        plain, model = llm.generate([[1, 2, 3], [9] * 70], params), llm._backend.engine.target
+        assert (model.head.scale is not None) is fp8.quantize_head
+        assert (model.layers[0].down_in is None) is (fp8.activation_scales == "dynamic")
+    with LLM(str(path), speculative_config=NGramDecodingConfig(max_draft_len=4)) as llm:
+        assert ids(llm.generate([[1, 2, 3], [9] * 70], params)) == ids(plain)
 
 
 def test_closing_frees_the_memory(cache):
