@@ -105,20 +105,6 @@ def mixed_requests(seed: int, count: int) -> list[tuple[list[int], SamplingParam
     return requests
 
 
-def serve(engine: GpuEngine, requests, arrivals) -> list:
-    """Put every request in line at its turn; their generations."""
-    opened = {}
-    for turn in range(10_000):
-        for i, (prompt, params) in enumerate(requests):
-            if arrivals[i] == turn:
-                (opened[i],) = engine._requests([prompt], [params])
-                engine.submit([opened[i]])
-        if len(opened) == len(requests) and engine.scheduler.is_idle:
-            return [opened[i].generation() for i in range(len(requests))]
-        engine.step()
-    raise AssertionError("the engine does not come to an end")
-
-
 def outputs(generations) -> list[list[int]]:
     return [g.token_ids for g in generations]
 

@@ -262,3 +262,17 @@ def run(model, tokenizer, prompts, params=None, *, eos=(), drafter=None, k=0, **
     params = params or SamplingParams(**options)
     each = params if isinstance(params, list) else [params] * len(prompts)
     return Engine(model, tokenizer, eos, drafter=drafter, max_draft_len=k).generate(prompts, each)
+
+
+def serve(engine: Engine, requests, arrivals) -> list:
+    """Put every request in line at its turn; their generations."""
+    opened = {}
+    for turn in range(10_000):
+        for i, (prompt, params) in enumerate(requests):
+            if arrivals[i] == turn:
+                (opened[i],) = engine._requests([prompt], [params])
+                engine.submit([opened[i]])
+        if len(opened) == len(requests) and engine.scheduler.is_idle:
+            return [opened[i].generation() for i in range(len(requests))]
+        engine.step()
+    raise AssertionError("the engine does not come to an end")

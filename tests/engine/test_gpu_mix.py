@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from gpu_engines import KV, Exact, engine_for, make_heads, mixed_requests, nothing_is_held, serve
+from gpu_engines import KV, Exact, engine_for, make_heads, mixed_requests, nothing_is_held
+from stand_ins import serve
 
 from tutorial_lib.config import SamplingParams
 

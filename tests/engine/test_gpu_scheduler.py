@@ -19,9 +19,9 @@ from gpu_engines import (
     model,
     nothing_is_held,
     outputs,
-    serve,
 )
 from gpu_models import random_ids
+from stand_ins import serve
 
 from tutorial_lib.config import KvCacheConfig, SamplingParams
 from tutorial_lib.engine.drafting import ModelDrafting

@@ -4,8 +4,9 @@ copied where texts part, and going round behind a sliding window."""
 from __future__ import annotations
 
 import pytest
-from gpu_engines import KV, LONGEST, SHALLOW, SLOTS, TEXT, Exact, engine_for, make_heads, model, outputs, serve
+from gpu_engines import KV, LONGEST, SHALLOW, SLOTS, TEXT, Exact, engine_for, make_heads, model, outputs
 from gpu_models import Pages, engine, random_ids
+from stand_ins import serve
 
 from tutorial_lib.config import SamplingParams
 from tutorial_lib.engine.gpu_engine import GpuEngine

@@ -9,7 +9,7 @@ import threading
 import tracemalloc
 
 import pytest
-from stand_ins import greedy, tiny_model
+from stand_ins import greedy, serve, tiny_model
 from tiny_heads import TARGET as DEEP
 from tiny_heads import eagle_tensors, specforge
 
@@ -94,20 +94,6 @@ def mixed_requests(seed: int, count: int) -> list[tuple[list[int], SamplingParam
         options |= rng.choice([{}, {}, {"repetition_penalty": 1.2}])
         requests.append((prompt if i % 2 else system + prompt, SamplingParams(**options)))
     return requests
-
-
-def serve(engine: Engine, requests, arrivals) -> list:
-    """Put every request in line at its turn; their generations."""
-    opened = {}
-    for turn in range(10_000):
-        for i, (prompt, params) in enumerate(requests):
-            if arrivals[i] == turn:
-                (opened[i],) = engine._requests([prompt], [params])
-                engine.submit([opened[i]])
-        if len(opened) == len(requests) and engine.scheduler.is_idle:
-            return [opened[i].generation() for i in range(len(requests))]
-        engine.step()
-    raise AssertionError("the engine does not come to an end")
 
 
 MIXES = [(method, kv) for method in DRAFTERS for kv in ("plain", "scarce reuse")]
