@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -108,3 +111,20 @@ def test_int8_product_equals_its_own_weights(has_bias):
         got = product(x)
         assert got.dtype == torch.bfloat16
         torch.testing.assert_close(got.float(), expected, rtol=0.02, atol=0.15)
+
+
+def test_int8_products_of_weights_that_lie_anywhere_and_have_any_width():
+    """In a process apart, because what this guards against ends it: vectors read from where none begins."""
+    code = """
+import itertools, torch
+from tutorial_lib.engine.linear import make_int8_linear
+for columns, offset in itertools.product((16, 24, 40, 72, 96), (0, 1, 8, 16)):
+    codes = torch.randint(-127, 128, (48 * columns + offset,), dtype=torch.int8)
+    weight, scale = codes[offset:].view(48, columns), torch.rand(48) / 127
+    product = make_int8_linear(weight, scale, None)
+    for rows in (1, 3, 4, 5, 17):
+        numbers = torch.randn(rows * columns + offset).bfloat16()
+        x = numbers[offset:].view(rows, columns)
+        torch.testing.assert_close(product(x).float(), x.float() @ (weight * scale[:, None]).t(), rtol=0.02, atol=0.15)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from ..errors import OptionError
 
 ROW_BUCKETS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32)  # a count between two buckets uses the next larger one's kernel
+INT8_COLUMNS = 16  # what torch's int8 product reads at once
+ALIGNED_BYTES = 64  # where torch's own tensors begin
 WORTH_A_SECOND_COPY = 0.9  # keep the weight in two forms only where the second saves a tenth of the step
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
@@ -46,12 +48,23 @@ def _onednn(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
 
 def _int8(quantized: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     ones = torch.ones_like(scale, dtype=torch.bfloat16)  # the kernel's own scale is bf16: scale afterwards, exactly
+    quantized = _for_vectors(quantized)
 
     def product(x: torch.Tensor) -> torch.Tensor:
-        y = torch._weight_int8pack_mm(x.to(torch.bfloat16), quantized, ones).float().mul_(scale)
+        y = torch._weight_int8pack_mm(_for_vectors(x.to(torch.bfloat16)), quantized, ones).float().mul_(scale)
         return (y if bias is None else y + bias).to(x.dtype)
 
     return product
+
+
+def _for_vectors(matrix: torch.Tensor) -> torch.Tensor:
+    """As torch's int8 product takes it where it has AVX-512: rows of whole vectors (else its result is wrong, with no
+    word) that begin at a whole vector (else it crashes; a file mapped into memory begins anywhere)."""
+    if left := -matrix.shape[1] % INT8_COLUMNS:
+        return F.pad(matrix, (0, left))
+    if matrix.is_contiguous() and matrix.data_ptr() % ALIGNED_BYTES == 0:
+        return matrix
+    return matrix.clone(memory_format=torch.contiguous_format)
 
 
 KERNELS: Mapping[str, Callable[..., Linear]] = {"plain": _plain, "onednn": _onednn}
@@ -141,4 +154,4 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, kernel_by_rows:
 
 def make_int8_linear(quantized: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     """Weight-only int8: x [rows, in] -> [rows, out] in x's dtype, multiplied in bfloat16."""
-    return _int8(quantized.contiguous(), scale, bias)
+    return _int8(quantized, scale, bias)
