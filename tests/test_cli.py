@@ -509,6 +509,22 @@ def test_bench_of_all_methods_takes_the_options_of_a_bench(workbook, fake_method
     assert "no experiments but methods" in refuses("bench", "--experiment", "70b-1b")
 
 
+def test_bench_takes_another_number_format_where_an_experiment_has_none_of_its_own(workbook, refuses, monkeypatch):
+    from tutorial_lib.bench import measure
+
+    formats = []
+
+    def bench(profile, **options):
+        formats.append((profile.dtype, sorted(options)))
+        return {"summary": {}}
+
+    monkeypatch.setattr(measure, "bench", bench)
+    assert workbook("bench", "--dtype", "bfloat16")[0] == workbook("bench")[0] == 0
+    assert formats == [("bfloat16", ["command", "say"]), ("float32", ["command", "say"])]
+    for experiment in (["load"], ["70b-1b", "--profile", "h200"]):
+        assert "--dtype has no effect" in refuses("bench", "--dtype", "bfloat16", "--experiment", *experiment)
+
+
 def test_generate_answers_prometheus_only_if_asked(workbook):
     workbook(*PROMPT)
     code, _, err = workbook(*PROMPT, "--metrics-port", 0)

@@ -393,6 +393,9 @@ def bench(
     repeats: Annotated[int | None, typer.Option(help="Timed repeats; default: the profile's.")] = None,
     max_draft_len: Annotated[int | None, typer.Option(help="K; default: the profile's.")] = None,
     methods: Annotated[str | None, typer.Option(help="Comma-separated, for example plain,draft_target,ngram.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="CPU: float32, bfloat16, int8. GPU: bfloat16, fp8. Default: the profile's.")
+    ] = None,
     settings: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The drafter that workbook tune --out wrote, beside plain.")
     ] = None,
@@ -454,7 +457,7 @@ def bench(
     of_trtllm: dict[str, Any] = {"--dry-run": dry_run or None, "--tensorrt-llm-version": tensorrt_llm_version}
     of_trtllm |= {"--flow": flow, "--method": method, "--nodes": nodes}
     of_workload = {"--temperature": temperature, "--max-tokens": max_tokens, "--rules": rules}
-    of_workload |= {"--price-per-hour": price_per_hour}
+    of_workload |= {"--price-per-hour": price_per_hour, "--dtype": dtype}
     given = {"--prompts": prompts, "--max-draft-len": max_draft_len, "--methods": methods, **of_workload}
     of_load = {
         "--concurrency": concurrency, "--arrival": arrival, "--rate": rate, "--target": target, "--drafter": drafter,
@@ -494,6 +497,8 @@ def bench(
         options |= bench_options(_tuned(settings, chosen.target), chosen)
     if max_tokens is not None:
         chosen = replace(chosen, max_tokens=_at_least_one("--max-tokens", max_tokens))
+    if dtype is not None:
+        chosen = replace(chosen, dtype=dtype)
     workload = {"temperature": temperature, "rules": rules, "price_per_hour": price_per_hour}
     options |= {name: value for name, value in workload.items() if value is not None}
     if prompts is not None:

@@ -697,6 +697,16 @@ def test_steps_can_be_timed_while_a_stream_is_open(target, other, texts, pieces)
     assert list(stream)[-1].token_ids == texts[0][1:][:LENGTH]
 
 
+def test_drafting_is_timed_behind_a_verification_each_time(target, other, pieces, monkeypatch):
+    """As in a round, where the target's weights have pushed the drafter's out of the caches."""
+    engine, order = Engine(target, pieces, (), drafter=DraftModelDrafter(other, 320), max_draft_len=4), []
+    forward, propose = target.forward, engine.drafter.propose
+    monkeypatch.setattr(target, "forward", lambda ids, at, **o: (order.append(len(ids)), forward(ids, at, **o))[1])
+    monkeypatch.setattr(engine.drafter, "propose", lambda states: (order.append("draft"), propose(states))[1])
+    engine.time_draft(4, context=20, repeats=2)
+    assert order == [5, "draft"] * 3
+
+
 def test_timing_needs_room(target, other, pieces):
     engine = Engine(target, pieces, (), drafter=DraftModelDrafter(other, 320), max_draft_len=4)
     with pytest.raises(OptionError, match="256"):

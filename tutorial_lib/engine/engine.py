@@ -496,12 +496,13 @@ class Engine:
         return {n: _median_s(lambda n=n: step(n), repeats) for n in rows}
 
     def time_draft(self, max_draft_len: int, context: int, repeats: int = 9) -> float:
-        """Median seconds of drafting `max_draft_len` tokens for one greedy request after `context` tokens."""
+        """Median seconds of drafting `max_draft_len` tokens for one greedy request after `context` tokens, each time
+        behind a verification, as in a round: a small drafter would else be read from the processor's cache."""
         if not self.drafter:
             return 0.0
         drafter, calls = self.drafter, repeats + 1
         slot = self._idle_slot(context + calls + max_draft_len)
-        ids = _arbitrary_ids(self.target.config.vocab_size, context + calls)
+        ids = _arbitrary_ids(self.target.config.vocab_size, context + calls + max_draft_len)
         features = None
         if drafter.feature_layers:
             prefill(self.target, ids, slot, drafter.feature_layers)
@@ -515,7 +516,11 @@ class Engine:
             root = None if features is None else features[length - 1 : length]
             drafter.observe([Outcome(slot, (), (0, *found.tokens), root)])
 
-        return _median_s(draft, repeats)
+        def verify() -> None:
+            rows = max_draft_len + 1
+            self.target.logits(self.target.forward(ids[:rows], [Segment(slot, context, rows)]))
+
+        return _median_s(draft, repeats, before=verify)
 
     def time_rounds(self, batch: int, max_draft_len: int, context: int, repeats: int = 5) -> float:
         """Median seconds of a whole round (draft, verify, accept) that serves `batch` requests at K = `max_draft_len`,
@@ -585,10 +590,13 @@ def _arbitrary_ids(vocab_size: int, count: int) -> list[int]:
     return torch.randint(0, vocab_size, (count,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
-def _median_s(step, repeats: int) -> float:
+def _median_s(step, repeats: int, before=lambda: None) -> float:
+    """Median seconds of `step` over `repeats` calls; what `before` each of them does is not timed."""
+    before()
     step()
     samples = []
     for _ in range(repeats):
+        before()
         start = time.perf_counter()
         step()
         samples.append(time.perf_counter() - start)
