@@ -517,10 +517,13 @@ class Engine:
             drafter.observe([Outcome(slot, (), (0, *found.tokens), root)])
 
         def verify() -> None:
-            rows = max_draft_len + 1
-            self.target.logits(self.target.forward(ids[:rows], [Segment(slot, context, rows)]))
+            self._disturb(ids[: max_draft_len + 1], slot, context)
 
         return _median_s(draft, repeats, before=verify)
+
+    def _disturb(self, ids: Sequence[int], slot: int, start: int) -> None:
+        """What a verification of `ids` does to the processor's caches."""
+        self.target.logits(self.target.forward(ids, [Segment(slot, start, len(ids))]))
 
     def time_rounds(self, batch: int, max_draft_len: int, context: int, repeats: int = 5) -> float:
         """Median seconds of a whole round (draft, verify, accept) that serves `batch` requests at K = `max_draft_len`,

@@ -399,6 +399,9 @@ class GpuEngine(Engine):
             program.aim([slot])
             return _graph_s(program.draft, state.length.is_cuda, repeats)
 
+    def _disturb(self, ids: Sequence[int], slot: int, start: int) -> None:
+        """Nothing: a verification on the GPU leaves the caches of the processor, where such a drafter works, alone."""
+
     @contextmanager
     def _spare_pages(self, slot: int) -> Iterator[None]:
         """The idle `slot` has pages for a text of any length, until the end of the block."""
