@@ -27,22 +27,23 @@ def test_the_figure_draws_every_point_and_its_title_is_computed(points):
         assert sum(len(trace.x) for trace in marks) == sum(getattr(p, source) is not None for p in points)
     found = evidence.errors(points)
     title = figure.layout.title.text.replace("<br>", " ")
-    assert title.startswith(f"{found.count} recorded speed-ups") and f"{found.median:.1%}" in title
-    assert f"{len(points) - found.count} more are shown, not judged" in title
+    assert title.startswith(f"All {len(points)} recorded speed-ups") and f"{found.median:.1%}" in title
+    alone = evidence.errors(points, "from_hardware")
+    assert f"{alone.count} of them from the hardware alone to {alone.median:.1%}" in title and alone.count < len(points)
     worse = [replace(p, from_steps=2 * p.measured) for p in points]
     assert "100.0% (median)" in predictions.plot_predictions(worse).layout.title.text.replace("<br>", " ")
     nothing = [replace(p, from_steps=None, from_hardware=None) for p in points]
     assert "Nothing" in predictions.plot_predictions(nothing).layout.title.text
 
 
-def test_the_table_counts_every_point_once_and_says_what_is_not_judged(points):
+def test_the_table_counts_every_point_once_and_says_whose_rounds_told_the_hosts_turn(points):
     rows = predictions.predictions_table(points).rows
     assert sum(row["points"] for row in rows) == len(points)
     assert {row["acceptance"] for row in rows if row["session"] == "70b-1b"} == {"forced"}
     for row in rows:
         on_host = row["session"] == "methods" and row["method"] in ("suffix lookup", "lookahead")
-        assert bool(row["not judged, because"]) == (row["session"] == "notebook 03" or on_host)
-    worst = max(row["steps: worst, %"] for row in rows if not row["not judged, because"])
+        assert bool(row["host's turn"]) == on_host == (row["hardware: worst, %"] is None)
+    worst = max(row["steps: worst, %"] for row in rows)
     assert worst == pytest.approx(100 * evidence.errors(points).worst)
 
 

@@ -9,7 +9,7 @@ sizes bytes; K is `max_draft_len`. Accepted / drafted is not a: what follows the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import OptionError
@@ -171,7 +171,8 @@ class Components:
     """Times measured apart from the speculative run that they shall predict, and the acceptance per category.
 
     plain_step_s: a target step over one row. verify_step_s: over K + 1 rows. draft_s: drafting K tokens. draft_step_s:
-    drafting one; from it follows how long the drafter reads the prompt (0: it has nothing to read).
+    drafting one; from it follows how long the drafter reads the prompt (0: it has nothing to read). host_turn_s: what a
+    round takes beside them by category, where the device waits for the host between rounds.
     """
 
     max_draft_len: int
@@ -180,6 +181,15 @@ class Components:
     draft_s: float
     draft_step_s: float
     acceptance_length: Mapping[str, float]
+    host_turn_s: Mapping[str, float] = field(default_factory=dict)
+
+
+def round_s(plain_figures: Mapping[str, Any], components: Components) -> float:
+    """Seconds of a speculative round, the host's turn not counted: the step of the plain run, whose figures of one
+    category these are, x (draft + verify) / plain step, plus the plain run's overhead."""
+    step_ms, overhead_ms = _step_and_overhead_ms(plain_figures)
+    relative = (components.draft_s + components.verify_step_s) / components.plain_step_s
+    return (step_ms * relative + overhead_ms) / 1e3
 
 
 def predict_speedup(plain_record: Mapping[str, Any], components: Components) -> dict[str, Any]:
@@ -187,12 +197,11 @@ def predict_speedup(plain_record: Mapping[str, Any], components: Components) -> 
 
     Per category: its requests wait the plain run's TTFT, and the drafter's prefill beside it (the same share of the
     target's that its step is of the target's step), then need (output tokens - requests) / acceptance length rounds
-    instead of as many steps. A round takes the plain run's own step time x (draft + verify) / plain step, all three
-    from `components`, plus the plain run's overhead; drift of the machine between calibration and run cancels.
+    instead of as many steps. A round takes `round_s`, where drift of the machine between calibration and run cancels,
+    and the host's turn.
     Returns {"speedup", "round_ms", "by_category": {category: speedup}, "seconds_by_category": what the speculative run
     should take}; slow categories weigh more in the first.
     """
-    relative = (components.draft_s + components.verify_step_s) / components.plain_step_s
     prefills = 1 + components.draft_step_s / components.plain_step_s
     plain_s: dict[str, float] = {}
     predicted_s: dict[str, float] = {}
@@ -200,15 +209,12 @@ def predict_speedup(plain_record: Mapping[str, Any], components: Components) -> 
     for category, found in plain_record["by_category"].items():
         if category not in components.acceptance_length:
             raise OptionError(f"no acceptance length of category {category!r}", "one for every category of the record")
-        step_ms, overhead_ms = found.get("verify_ms_per_round"), found.get("overhead_ms_per_round")
-        if step_ms is None:  # the backend reports no rounds: the whole time per token scales
-            step_ms, overhead_ms = found["tpot_ms"] or 0.0, 0.0
         requests, decoded = found["requests"], found["output_tokens"] - found["requests"]
-        round_s = (step_ms * relative + overhead_ms) / 1e3
+        one_s = round_s(found, components) + components.host_turn_s.get(category, 0.0)
         rounds = decoded / components.acceptance_length[category]
-        plain_s[category] = requests * found["ttft_s"] + decoded * (step_ms + overhead_ms) / 1e3
-        predicted_s[category] = requests * found["ttft_s"] * prefills + rounds * round_s
-        total_rounds, total_round_s = total_rounds + rounds, total_round_s + rounds * round_s
+        plain_s[category] = requests * found["ttft_s"] + decoded * sum(_step_and_overhead_ms(found)) / 1e3
+        predicted_s[category] = requests * found["ttft_s"] * prefills + rounds * one_s
+        total_rounds, total_round_s = total_rounds + rounds, total_round_s + rounds * one_s
     if not sum(predicted_s.values()) > 0:
         raise OptionError("the plain record holds no times", "one with by_category figures")
     return {
@@ -217,6 +223,14 @@ def predict_speedup(plain_record: Mapping[str, Any], components: Components) -> 
         "by_category": {c: plain_s[c] / predicted_s[c] for c in plain_s},
         "seconds_by_category": predicted_s,
     }
+
+
+def _step_and_overhead_ms(plain_figures: Mapping[str, Any]) -> tuple[float, float]:
+    """Of a plain run. Where the backend reports no rounds the whole time per token scales."""
+    step_ms = plain_figures.get("verify_ms_per_round")
+    if step_ms is None:
+        return plain_figures["tpot_ms"] or 0.0, 0.0
+    return step_ms, plain_figures["overhead_ms_per_round"]
 
 
 def _check_share(name: str, value: float) -> None:

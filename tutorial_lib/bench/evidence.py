@@ -2,8 +2,9 @@
 
 Two predictions for each: from step times that were measured apart from the run, and from the hardware alone (bytes,
 flops, launches; see `hardware_model`). Both take the plain run's time to first token, and of the run the number of its
-tokens and its acceptance length, or the one that was forced; no time of the predicted run goes in. Reads records,
-measures nothing.
+tokens and its acceptance length, or the one that was forced; no time of the predicted requests goes in. A drafter on a
+GPU's host is the one exception to "apart from the run", see `_other_rounds`. Every record that holds its parts is
+predicted: none is left out. Reads records, measures nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 from ..errors import OptionError
 from ..plan import GPUS
 from ..shapes import DUMMIES
-from .cost_model import Components, predict_speedup
+from .cost_model import Components, predict_speedup, round_s
 from .hardware_model import (
     LAUNCHES_BESIDE,
     LAYER_LAUNCHES_CPU,
@@ -47,19 +48,16 @@ SMOLLM2_135M = {  # the embedded target's shape, so that its records can be read
     "num_key_value_heads": 3,
     "tie_word_embeddings": True,
 }
-TOKENS_OF_A_MEASUREMENT = 300  # below it a single repeat cannot tell a hiccup from a finding
 LOOKUPS = ("ngram", "suffix", "lookahead")
 TREE_WIDTH = 3
 HOST_DRAFTERS = ("suffix", "lookahead")  # on a GPU these draft on the host, which waits for each round's tokens
-ONE_SHORT_REPEAT = "one short repeat"
-HOST_TURN = "the host's turn between rounds was not timed apart"
 
 
 @dataclass(frozen=True)
 class Point:
     """One measured speed-up of output throughput beside its two predictions (None: not predicted). category None:
-    over all prompts of the run. why_not_judged: "" if it rests on several repeats or one long run, and all parts of its
-    round were timed apart."""
+    over all prompts of the run. has_host_turn: what its rounds take beyond the parts that were timed apart comes from
+    the run's rounds on other prompts."""
 
     machine: str
     session: str
@@ -69,14 +67,10 @@ class Point:
     category: str | None
     acceptance_length: float
     is_forced: bool
-    why_not_judged: str
+    has_host_turn: bool
     measured: float
     from_steps: float | None
     from_hardware: float | None
-
-    @property
-    def is_judged(self) -> bool:
-        return not self.why_not_judged
 
     @property
     def label(self) -> str:
@@ -91,7 +85,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Errors:
-    """Of the judged points: how many, the median and the largest of the absolute errors, and whose that is."""
+    """Of the points with a prediction: how many, median and largest of the absolute errors, and whose that one is."""
 
     count: int
     median: float
@@ -100,7 +94,7 @@ class Errors:
 
 
 def errors(points: Iterable[Point], source: str = "from_steps") -> Errors:
-    known = [(abs(error), p.label) for p in points if p.is_judged and (error := p.error(source)) is not None]
+    known = [(abs(error), p.label) for p in points if (error := p.error(source)) is not None]
     if not known:
         raise OptionError("no point has been predicted", "records with step times")
     worst = max(known)
@@ -142,10 +136,11 @@ class Shapes:
     draft_model: ModelCost
 
     def components(self, run: Record, acceptance: Mapping[str, float]) -> Components | None:
-        """Step times from bytes, flops and launches; None for a method whose drafter is not described here."""
+        """Step times from bytes, flops and launches; None for a method whose drafter is not described here, and for
+        one whose rounds wait for the host, of which no ceiling of the GPU tells."""
         k, nodes = run["max_draft_len"], run["figures"]["mean_draft_len"]
         described = self._drafter(run, k)
-        if described is None:
+        if described is None or _waits_for_host(run):
             return None
         drafter, widths = described
         return Components(
@@ -184,7 +179,10 @@ def _points(
 ) -> Iterator[Point]:
     """The run as a whole, then its categories where there are several."""
     lengths = {c: forced or found["acceptance_length"] or 1.0 for c, found in run["by_category"].items()}
-    of_steps = None if measured_parts is None else replace(measured_parts, acceptance_length=lengths)
+    of_steps = None
+    if measured_parts is not None:
+        turns = _other_rounds(plain, run, measured_parts) if _waits_for_host(run) else {}
+        of_steps = replace(measured_parts, acceptance_length=lengths, host_turn_s=turns)
     of_hardware = shapes.components(run, lengths)
     as_long = {
         c: {**f, "output_tokens": run["by_category"][c]["output_tokens"]} for c, f in plain["by_category"].items()
@@ -193,11 +191,6 @@ def _points(
         None if parts is None else predict_speedup({"by_category": as_long}, parts)["seconds_by_category"]
         for parts in (of_steps, of_hardware)
     ]
-    repeats, total = run["repeats"], run["figures"]["output_tokens"]
-    is_judged = repeats > 1 or total >= TOKENS_OF_A_MEASUREMENT
-    why_not = "" if is_judged else ONE_SHORT_REPEAT
-    if run["device"] != "cpu" and run["method"] in HOST_DRAFTERS:
-        why_not = HOST_TURN
     for category in (None, *(run["by_category"] if len(run["by_category"]) > 1 else ())):
         own, base = (r["figures"] if category is None else r["by_category"][category] for r in (run, plain))
         values = [
@@ -217,11 +210,29 @@ def _points(
             category=category,
             acceptance_length=forced or own["acceptance_length"] or 1.0,
             is_forced=forced is not None,
-            why_not_judged=why_not,
+            has_host_turn=_waits_for_host(run),
             measured=own["output_tok_s"] / base["output_tok_s"],
             from_steps=values[0],
             from_hardware=values[1],
         )
+
+
+def _waits_for_host(run: Record) -> bool:
+    return run["device"] != "cpu" and run["method"] in HOST_DRAFTERS
+
+
+def _other_rounds(plain: Record, run: Record, parts: Components) -> dict[str, float]:
+    """By category the mean seconds that rounds of the OTHER categories took beyond `parts`: reading the last round's
+    tokens, drafting, writing the drafts to the device and starting the graph, while the GPU waits. It lies between two
+    rounds and was in no part that was timed apart; other prompts tell it without any time of those that are predicted.
+    Empty with fewer than two categories: then nothing is added."""
+    rounds = {c: found["rounds"] for c, found in run["by_category"].items()}
+    beyond_s = {
+        c: found["rounds"] * (found["round_ms"] / 1e3 - round_s(plain["by_category"][c], parts))
+        for c, found in run["by_category"].items()
+    }
+    others = {c: [o for o in rounds if o != c] for c in rounds}
+    return {c: sum(beyond_s[o] for o in some) / sum(rounds[o] for o in some) for c, some in others.items() if some}
 
 
 def forced_points(records: Sequence[Record], machine: Ceilings) -> list[Point]:

@@ -55,7 +55,7 @@ def recorded_ceilings(folder: str | Path = RECORDED) -> Ceilings:
 
 def plot_predictions(points: Sequence[Point]) -> go.Figure:
     """Measured against predicted speed-up, one panel for each of the two predictions; the band is 12% wide either way.
-    Filled marks are GPU runs, hollow ones a CPU's; small grey ones are shown and not judged."""
+    Filled marks are GPU runs, hollow ones a CPU's."""
     figure = make_subplots(
         rows=1, cols=2, subplot_titles=list(SOURCES.values()), shared_yaxes=True, horizontal_spacing=0.05
     )
@@ -97,23 +97,19 @@ def _title(points: Sequence[Point]) -> str:
     except OptionError:
         return "Nothing to compare with the cost model"
     return (
-        f"{steps.count} recorded speed-ups: predicted from measured steps to within {steps.median:.1%} (median) and "
-        f"{steps.worst:.0%} (worst), from the hardware alone {alone.median:.1%} and {alone.worst:.0%}; "
-        f"{sum(not p.is_judged for p in points)} more are shown, not judged"
+        f"All {steps.count} recorded speed-ups are predicted from measured steps to within {steps.median:.1%} (median) "
+        f"and {steps.worst:.0%} (worst), {alone.count} of them from the hardware alone to {alone.median:.1%} and "
+        f"{alone.worst:.0%}"
     )
 
 
 def _groups(points: Sequence[Point]) -> Iterator[tuple[str, list[Point], dict[str, Any]]]:
-    """Marks by method and machine, and those that are not judged."""
-    judged = [p for p in points if p.is_judged]
-    for method, is_gpu in dict.fromkeys((p.method, p.machine == "H200") for p in judged):
+    """Marks by method and machine."""
+    for method, is_gpu in dict.fromkeys((p.method, p.machine == "H200") for p in points):
         style = plots.method_style(method)
-        mine = [p for p in judged if (p.method, p.machine == "H200") == (method, is_gpu)]
+        mine = [p for p in points if (p.method, p.machine == "H200") == (method, is_gpu)]
         symbol = style.symbol if is_gpu else f"{style.symbol}-open"
         yield f"{style.label}, {'H200' if is_gpu else 'CPU'}", mine, {"symbol": symbol, "size": 9, "color": style.color}
-    for why in dict.fromkeys(p.why_not_judged for p in points if not p.is_judged):
-        marker = {"symbol": "circle" if why == evidence.ONE_SHORT_REPEAT else "x", "size": 5, "color": "#9A9A9A"}
-        yield f"not judged: {why}", [p for p in points if p.why_not_judged == why], marker
 
 
 def predictions_table(points: Sequence[Point]) -> Table:
@@ -133,5 +129,5 @@ def predictions_table(points: Sequence[Point]) -> Table:
             off = [100 * abs(error) for p in mine if (error := p.error(source)) is not None]
             row[f"{words}: median, %"] = statistics.median(off) if off else None
             row[f"{words}: worst, %"] = max(off) if off else None
-        rows.append(row | {"not judged, because": mine[0].why_not_judged})
+        rows.append(row | {"host's turn": "from other categories' rounds" if mine[0].has_host_turn else ""})
     return Table(rows, digits=1)
