@@ -303,6 +303,34 @@ def test_what_is_exported_loads_as_it_was_measured(trained, target, corpus, tmp_
     assert not any("lm_head" in name or "embed" in name for name in tensors)
 
 
+def test_training_goes_on_from_an_exported_head(trained, target, corpus, tmp_path):
+    head, texts = trained["eagle3"].draft, {"held out": held_out_texts(corpus, trained["eagle3"].held_out)}
+    for kind, one in trained.items():
+        training.make_and_export(
+            target, corpus, CorpusSettings(), 1.0, one, texts, ["x"], tmp_path / kind, say=lambda line: None
+        )
+    again = TrainingSettings(shortlist_size=300, steps=1, tokens_per_step=512, learning_rate=0.0, held_out=12)
+    options = {"depth": 3, "say": lambda line: None}
+    folder = tmp_path / "eagle3"
+    found = train_heads(["eagle3"], target, corpus, again, go_on_from=folder, **options)["eagle3"]
+    tokens = torch.randint(256, (2, 12))
+    with torch.inference_mode():  # nothing was learned: it is the head that was exported, for more tokens
+        old, new = (list(one.unroll(tokens, one.see(tokens), 3)) for one in (head, found.draft))
+    torch.testing.assert_close(new, old, atol=1e-4, rtol=1e-3)
+    assert len(found.draft.shortlist) > len(head.shortlist) and found.draft.facts["before"]["steps"] == 60
+    training.make_and_export(
+        target, corpus, CorpusSettings(), 1.0, found, texts, ["x"], tmp_path / "more", say=lambda line: None
+    )
+    assert "started from the head of an earlier run (60 steps in" in (tmp_path / "more" / "CARD.md").read_text()
+    for kinds, where, why in (
+        (["eagle3"], "medusa", "holds medusa"),
+        (["medusa"], "eagle3", "training of medusa should go on from 'eagle3'"),
+        (["eagle3"], "nowhere", "'nowhere'"),
+    ):
+        with pytest.raises(OptionError, match=why):
+            train_heads(kinds, target, corpus, again, go_on_from=tmp_path / where, **options)
+
+
 @torch.inference_mode()
 def test_the_drafters_draft_what_was_trained(trained, target, corpus, tmp_path):
     """The exported heads, read and run by the drafters that the engine uses (int8 weights, products in bfloat16)."""

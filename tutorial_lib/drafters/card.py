@@ -180,7 +180,13 @@ def _start(card: Mapping[str, Any]) -> str:
     if card["kind"] == "medusa":
         return "started as copies of the target's own head"
     if card["kind"] == "eagle3":
-        return f"started from layer {card['init_layer']} of the target, unrolled over {card['depth']} steps"
+        start = f"layer {card['init_layer']} of the target"
+        if before := card.get("before"):
+            start = (
+                f"the head of an earlier run ({before['steps']:,} steps in {before['seconds']:.0f} s on other text, "
+                f"acceptance length {before['acceptance_length']:.2f})"
+            )
+        return f"started from {start}, unrolled over {card['depth']} steps"
     return f"started from layers {', '.join(map(str, card['training']['settings']['init_layers']))} of the target"
 
 

@@ -448,6 +448,13 @@ class EagleHead(_Head):
         self.facts |= {"init_layer": layer, "intermediate_size": wanted}
 
     @torch.no_grad()
+    def go_on_from(self, before: EagleHead) -> None:
+        """Take the weights of a head that was trained before; after `start_from`, whose `scale` its `fc` must undo."""
+        self.load_state_dict(before.state_dict())
+        self.fc.weight.div_(self.scale)
+        self.facts["before"] = before.facts["made"]
+
+    @torch.no_grad()
     def fold(self) -> None:
         """Let `fc` read the target's features as they are."""
         self.fc.weight.mul_(self.scale)
@@ -530,16 +537,22 @@ def train_heads(
     intermediate_size: int | None = None,
     reach_power: float = 0.5,
     keep_bytes: int | None = None,
+    go_on_from: str | Path | None = None,
     measure_every: float = 0.1,
     say: Say = print,
 ) -> dict[str, Trained]:
     """Train the students of `kinds` ('medusa', 'eagle3') together: one pass of the target serves both.
 
     depth: steps that EAGLE-3 is unrolled. keep_bytes: how much of the target's states may be kept in memory; None: half
-    of what a GPU has free, 2 GiB on a CPU.
+    of what a GPU has free, 2 GiB on a CPU. go_on_from: the exported folder of an
+    EAGLE-3 head whose weights, and size, are the start.
     """
     if not kinds or set(kinds) - {"medusa", "eagle3"}:
         raise OptionError(f"heads to train are {list(kinds)}", "'medusa', 'eagle3' or both")
+    before: EagleHead | None = None
+    if go_on_from is not None:
+        before = head_to_go_on_from(kinds, go_on_from, target, device)
+        intermediate_size = before.midlayer.intermediate_size
     torch.manual_seed(settings.seed)
     shortlist = corpus_shortlist(target, corpus, settings)
     total = target.config["num_hidden_layers"]
@@ -552,6 +565,8 @@ def train_heads(
     if "eagle3" in kinds:
         eagle = EagleHead(see, shortlist, depth=depth, intermediate_size=intermediate_size, reach_power=reach_power)
         eagle.start_from(settings.init_layers[0] if settings.init_layers else total - 1, _sample(corpus))
+        if before is not None:
+            eagle.go_on_from(before)
         students.append(eagle)
     if "medusa" in kinds:
         students.append(MedusaHeads(see, shortlist, heads=heads, blocks=blocks, reach_power=reach_power))
@@ -600,7 +615,24 @@ def load_heads(folder: str | Path, target: Checkpoint, device: str = "cpu") -> M
     read_weights(student, stored)
     card = json.loads((Path(folder) / "card.json").read_text(encoding="utf-8"))
     student.tree = [tuple(path) for path in card["tree"]]
+    figures = next(iter(card["evaluation"].values()))
+    student.facts["made"] = {
+        "steps": card["training"]["steps"],
+        "seconds": card["training"]["seconds"],
+        "acceptance_length": figures["acceptance_length"],
+        "before": card.get("before"),
+    }
     return student
+
+
+def head_to_go_on_from(kinds: Sequence[str], folder: str | Path, target: Checkpoint, device: str) -> EagleHead:
+    needed = "the folder of one EAGLE-3 head that a training here wrote, and eagle3 as the only kind"
+    if list(kinds) != ["eagle3"] or not (Path(folder) / "card.json").is_file():
+        raise OptionError(f"training of {', '.join(kinds)} should go on from {Path(folder).name!r}", needed)
+    head = load_heads(folder, target, device)
+    if not isinstance(head, EagleHead):
+        raise OptionError(f"{Path(folder).name!r} holds {head.kind}", needed)
+    return head
 
 
 __all__ = [

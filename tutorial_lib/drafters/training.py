@@ -352,6 +352,9 @@ def main(
     shortlist: Annotated[int, typer.Option(help="head rows of the drafter; 0: 1024 on a CPU, 8192 on a GPU")] = 0,
     intermediate: Annotated[int, typer.Option(help="neurons of the EAGLE-3 head's MLP; 0: as the target's")] = 0,
     prompts: Annotated[bool, typer.Option(help="measure on the bundled prompts too (minutes on a CPU)")] = False,
+    go_on_from: Annotated[
+        Path | None, typer.Option(help="folder of an EAGLE-3 head from an earlier run, whose weights are the start")
+    ] = None,
     seed: Annotated[int, typer.Option(help="of the openers, the sampling and the training")] = 0,
 ) -> None:
     """Let the target write a corpus, distil drafters from it, measure them, write them down."""
@@ -363,6 +366,10 @@ def main(
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise OptionError("this machine has no CUDA device", "one for --device cuda", "use --device cpu")
     checkpoint = resolve(target)
+    if go_on_from is not None:
+        from .train_heads import head_to_go_on_from
+
+        head_to_go_on_from(kinds, go_on_from, checkpoint, "cpu")  # what is wrong with it, before minutes of work
     settings, seconds, options = recipe(
         kinds,
         device,
@@ -391,7 +398,13 @@ def main(
         else:
             trained = _with_less_memory(
                 partial(
-                    _train_one_head, name, checkpoint, corpus, device=device, intermediate_size=intermediate or None
+                    _train_one_head,
+                    name,
+                    checkpoint,
+                    corpus,
+                    device=device,
+                    intermediate_size=intermediate or None,
+                    go_on_from=go_on_from,
                 ),
                 train,
                 "tokens_per_step",
