@@ -321,7 +321,7 @@ def test_training_goes_on_from_an_exported_head(trained, target, corpus, tmp_pat
     training.make_and_export(
         target, corpus, CorpusSettings(), 1.0, found, texts, ["x"], tmp_path / "more", say=lambda line: None
     )
-    assert "started from the head of an earlier run (60 steps in" in (tmp_path / "more" / "CARD.md").read_text()
+    assert "started from an earlier run (60 steps in" in (tmp_path / "more" / "CARD.md").read_text()
     for kinds, where, why in (
         (["eagle3"], "medusa", "holds medusa"),
         (["medusa"], "eagle3", "training of medusa should go on from 'eagle3'"),

@@ -496,6 +496,20 @@ def test_command_line_trains_and_refuses(tmp_path):
     assert card["shortlist"]["size"] == 128 and str(tmp_path) not in json.dumps(card)
     refused = run("--minutes", "0", "--out", str(tmp_path / "x"))
     assert refused.returncode == 2 and refused.stderr.startswith("error: minutes is 0") and not refused.stdout
+    on, out = ("--go-on-from", str(tmp_path / "draft")), str(tmp_path / "more")
+    done = run("--minutes", "0.15", "--out", out, "--shortlist", "160", *on)
+    assert done.returncode == 0, done.stderr
+    more = json.loads((tmp_path / "more" / "card.json").read_text())
+    assert more["before"]["steps"] == card["training"]["steps"] and more["shortlist"]["size"] == 160
+    assert more["training"]["curve"][0]["agreement"] > card["training"]["curve"][0]["agreement"]  # not from the start
+    assert (
+        str(tmp_path) not in json.dumps(more)
+        and "started from an earlier run (" in (tmp_path / "more" / "CARD.md").read_text()
+    )
+    refused = run("--minutes", "1", "--kind", "medusa", "--out", str(tmp_path / "x"), *on)
+    assert refused.returncode == 2 and "holds draft, and what is trained is medusa" in refused.stderr
+    refused = run("--minutes", "1", "--out", str(tmp_path / "x"), "--go-on-from", str(tmp_path))
+    assert refused.returncode == 2 and "holds no card.json" in refused.stderr
 
 
 def test_shipped_drafter_is_small_complete_and_good_enough():

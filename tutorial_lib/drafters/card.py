@@ -179,15 +179,16 @@ def _making(card: Mapping[str, Any]) -> list[str]:
 def _start(card: Mapping[str, Any]) -> str:
     if card["kind"] == "medusa":
         return "started as copies of the target's own head"
-    if card["kind"] == "eagle3":
+    if before := card.get("before"):
+        start = (
+            f"an earlier run ({before['steps']:,} steps in {before['seconds']:.0f} s on other text, acceptance length"
+            f" {before['acceptance_length']:.2f} then)"
+        )
+    elif card["kind"] == "eagle3":
         start = f"layer {card['init_layer']} of the target"
-        if before := card.get("before"):
-            start = (
-                f"the head of an earlier run ({before['steps']:,} steps in {before['seconds']:.0f} s on other text, "
-                f"acceptance length {before['acceptance_length']:.2f})"
-            )
-        return f"started from {start}, unrolled over {card['depth']} steps"
-    return f"started from layers {', '.join(map(str, card['training']['settings']['init_layers']))} of the target"
+    else:
+        start = f"layers {', '.join(map(str, card['training']['settings']['init_layers']))} of the target"
+    return f"started from {start}" + (f", unrolled over {card['depth']} steps" if card["kind"] == "eagle3" else "")
 
 
 def _curve(card: Mapping[str, Any]) -> list[str]:

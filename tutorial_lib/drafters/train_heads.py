@@ -44,7 +44,7 @@ from .distill import (
     read_weights,
     shortlist_loss,
 )
-from .training import DraftModel, new_draft_model, rotate_halves
+from .training import DraftModel, made, new_draft_model, read_card, rotate_halves
 
 UNSEEN = 1 << 20  # rank of a token that cannot be drafted
 SHIPPED_TREE = 16  # nodes of the tree that config.json recommends; the card has the whole order
@@ -452,7 +452,6 @@ class EagleHead(_Head):
         """Take the weights of a head that was trained before; after `start_from`, whose `scale` its `fc` must undo."""
         self.load_state_dict(before.state_dict())
         self.fc.weight.div_(self.scale)
-        self.facts["before"] = before.facts["made"]
 
     @torch.no_grad()
     def fold(self) -> None:
@@ -544,14 +543,20 @@ def train_heads(
     """Train the students of `kinds` ('medusa', 'eagle3') together: one pass of the target serves both.
 
     depth: steps that EAGLE-3 is unrolled. keep_bytes: how much of the target's states may be kept in memory; None: half
-    of what a GPU has free, 2 GiB on a CPU. go_on_from: the exported folder of an
-    EAGLE-3 head whose weights, and size, are the start.
+    of what a GPU has free, 2 GiB on a CPU. go_on_from: the exported folder of an EAGLE-3 head whose weights,
+    and size, are the start.
     """
     if not kinds or set(kinds) - {"medusa", "eagle3"}:
         raise OptionError(f"heads to train are {list(kinds)}", "'medusa', 'eagle3' or both")
-    before: EagleHead | None = None
+    before: Any = None
     if go_on_from is not None:
-        before = head_to_go_on_from(kinds, go_on_from, target, device)
+        kind = read_card(go_on_from)["kind"]
+        if list(kinds) != ["eagle3"] or kind != "eagle3":
+            raise OptionError(
+                f"training of {', '.join(kinds)} should go on from {Path(go_on_from).name!r}, which holds {kind}",
+                "an EAGLE-3 head, and eagle3 as the only kind",
+            )
+        before = load_heads(go_on_from, target, device)
         intermediate_size = before.midlayer.intermediate_size
     torch.manual_seed(settings.seed)
     shortlist = corpus_shortlist(target, corpus, settings)
@@ -565,8 +570,9 @@ def train_heads(
     if "eagle3" in kinds:
         eagle = EagleHead(see, shortlist, depth=depth, intermediate_size=intermediate_size, reach_power=reach_power)
         eagle.start_from(settings.init_layers[0] if settings.init_layers else total - 1, _sample(corpus))
-        if before is not None:
+        if go_on_from is not None:
             eagle.go_on_from(before)
+            eagle.facts["before"] = made(read_card(go_on_from))
         students.append(eagle)
     if "medusa" in kinds:
         students.append(MedusaHeads(see, shortlist, heads=heads, blocks=blocks, reach_power=reach_power))
@@ -613,26 +619,9 @@ def load_heads(folder: str | Path, target: Checkpoint, device: str = "cpu") -> M
         shortlist = stored["d2t"] + torch.arange(len(stored["d2t"]), device=device)
         student = EagleHead(see, shortlist, intermediate_size=config["intermediate_size"])
     read_weights(student, stored)
-    card = json.loads((Path(folder) / "card.json").read_text(encoding="utf-8"))
+    card = read_card(folder)
     student.tree = [tuple(path) for path in card["tree"]]
-    figures = next(iter(card["evaluation"].values()))
-    student.facts["made"] = {
-        "steps": card["training"]["steps"],
-        "seconds": card["training"]["seconds"],
-        "acceptance_length": figures["acceptance_length"],
-        "before": card.get("before"),
-    }
     return student
-
-
-def head_to_go_on_from(kinds: Sequence[str], folder: str | Path, target: Checkpoint, device: str) -> EagleHead:
-    needed = "the folder of one EAGLE-3 head that a training here wrote, and eagle3 as the only kind"
-    if list(kinds) != ["eagle3"] or not (Path(folder) / "card.json").is_file():
-        raise OptionError(f"training of {', '.join(kinds)} should go on from {Path(folder).name!r}", needed)
-    head = load_heads(folder, target, device)
-    if not isinstance(head, EagleHead):
-        raise OptionError(f"{Path(folder).name!r} holds {head.kind}", needed)
-    return head
 
 
 __all__ = [

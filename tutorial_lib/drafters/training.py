@@ -54,9 +54,11 @@ __all__ = [
     "evaluate",
     "held_out_texts",
     "load_draft",
+    "made",
     "make_and_export",
     "matches",
     "new_draft_model",
+    "read_card",
     "train_draft_model",
     "walk_rounds",
 ]
@@ -128,16 +130,13 @@ class DraftModel(nn.Module):
         shape = ModelConfig.from_hf(config)
         self.layers = nn.ModuleList(DraftLayer(shape) for _ in range(shape.num_layers))
         self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.facts: dict[str, Any] = {"layers": shape.num_layers}
         self.register_buffer("embed", embed, persistent=False)
         self.register_buffer("head", head[shortlist.to(head.device)].contiguous(), persistent=False)
         self.register_buffer("shortlist", shortlist.to(embed.device), persistent=False)
         self.register_buffer("inverse_frequencies", inverse_frequencies(shape).to(embed.device), persistent=False)
 
     kind, prefix = "draft", "model."
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        return {"layers": len(self.layers)}
 
     def states(self, tokens: torch.Tensor) -> Iterator[torch.Tensor]:
         """tokens [rows, length] -> [rows, length, width] after 0, 1, … layers, at last normed for the head."""
@@ -206,13 +205,22 @@ def train_draft_model(
     settings: TrainingSettings,
     *,
     device: str = "cpu",
+    go_on_from: str | Path | None = None,
     measure_every: float = 0.1,
     say: Say = print,
 ) -> Trained:
-    """Distil the target's choices into a draft model. `measure_every`: share of the schedule between measurements."""
+    """Distil the target's choices into a draft model. `measure_every`: share of the schedule between measurements.
+    go_on_from: the exported folder of a draft model whose weights, and number of layers, are the start."""
     torch.manual_seed(settings.seed)
     shortlist = corpus_shortlist(target, corpus, settings)
-    draft = new_draft_model(target, shortlist, settings.init_layers, device)
+    layers, before = settings.init_layers, None
+    if go_on_from is not None:
+        before = load_draft(go_on_from, target, device)
+        layers = tuple(range(len(before.layers)))
+    draft = new_draft_model(target, shortlist, layers, device)
+    if before is not None and go_on_from is not None:
+        draft.load_state_dict(before.state_dict())
+        draft.facts["before"] = made(read_card(go_on_from))
     if device.startswith("cuda"):
         for layer in draft.layers:
             layer.compile(dynamic=True)
@@ -319,10 +327,10 @@ def recipe(
     heads: dict[str, Any]
     unit = seconds / (1 + sum(shares[kind] for kind in kinds))
     if is_cuda:
-        # a head's output rows cost it no weights of its own, so it may have more of them
+        # the rows of a head are read at every draft step, on a CPU at some cost; one EAGLE-3 layer has time for more
         settings, draft = CorpusSettings(), {"init_layers": tuple(spread_layers(layers or 4, total_layers))}
         draft |= {"shortlist_size": shortlist or 8192}
-        heads = {"tokens_per_step": 32768, "hard_share": 0.5, "held_out": 128, "shortlist_size": shortlist or 12288}
+        heads = {"tokens_per_step": 32768, "hard_share": 0.5, "held_out": 128}
     else:
         settings = CorpusSettings(
             rows=32,
@@ -339,6 +347,8 @@ def recipe(
         draft = {"init_layers": tuple(range(layers or 2)), "learning_rate": 2e-3, "hard_share": 0.3, **common}
         heads = {"learning_rate": 1e-3, "hard_share": 0.5, **common}
     options = {kind: {"seconds": unit * shares[kind], **(draft if kind == "draft" else heads)} for kind in kinds}
+    for kind in {"medusa", "eagle3"} & set(kinds):
+        options[kind].setdefault("shortlist_size", shortlist or {"medusa": 8192, "eagle3": 16384}[kind])
     return settings, unit, options
 
 
@@ -349,11 +359,14 @@ def main(
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     minutes: Annotated[float, typer.Option(help="time for the corpus and all training together")] = 1.0,
     layers: Annotated[int, typer.Option(help="layers of the draft model; 0: 2 on a CPU, 4 on a GPU")] = 0,
-    shortlist: Annotated[int, typer.Option(help="head rows of the drafter; 0: 1024 on a CPU, 8192 on a GPU")] = 0,
+    shortlist: Annotated[
+        int, typer.Option(help="head rows of the drafter; 0: 1024 on a CPU, on a GPU 8192 and 16384 for EAGLE-3")
+    ] = 0,
     intermediate: Annotated[int, typer.Option(help="neurons of the EAGLE-3 head's MLP; 0: as the target's")] = 0,
     prompts: Annotated[bool, typer.Option(help="measure on the bundled prompts too (minutes on a CPU)")] = False,
     go_on_from: Annotated[
-        Path | None, typer.Option(help="folder of an EAGLE-3 head from an earlier run, whose weights are the start")
+        list[Path] | None,
+        typer.Option(help="folder of an earlier run's drafter, whose weights are the start; one for each kind at most"),
     ] = None,
     seed: Annotated[int, typer.Option(help="of the openers, the sampling and the training")] = 0,
 ) -> None:
@@ -366,10 +379,7 @@ def main(
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise OptionError("this machine has no CUDA device", "one for --device cuda", "use --device cpu")
     checkpoint = resolve(target)
-    if go_on_from is not None:
-        from .train_heads import head_to_go_on_from
-
-        head_to_go_on_from(kinds, go_on_from, checkpoint, "cpu")  # what is wrong with it, before minutes of work
+    before = _earlier(kinds, go_on_from or [])
     settings, seconds, options = recipe(
         kinds,
         device,
@@ -394,7 +404,7 @@ def main(
     for name in kinds:
         train = TrainingSettings(seed=seed, **options[name])
         if name == "draft":
-            trained = train_draft_model(checkpoint, corpus, train, device=device, say=_say)
+            trained = train_draft_model(checkpoint, corpus, train, device=device, go_on_from=before.get(name), say=_say)
         else:
             trained = _with_less_memory(
                 partial(
@@ -404,7 +414,7 @@ def main(
                     corpus,
                     device=device,
                     intermediate_size=intermediate or None,
-                    go_on_from=go_on_from,
+                    go_on_from=before.get(name),
                 ),
                 train,
                 "tokens_per_step",
@@ -414,6 +424,43 @@ def main(
             texts = {"bundled prompts": bundled, **texts}
         folder = out if len(kinds) == 1 else out / name
         make_and_export(checkpoint, corpus, settings, corpus_seconds, trained, texts, command, folder, say=_say)
+
+
+def _earlier(kinds: Sequence[str], folders: Sequence[Path]) -> dict[str, Path]:
+    """The folders to go on from by kind; what is wrong with them is found before minutes of work."""
+    found: dict[str, Path] = {}
+    for folder in folders:
+        kind = read_card(folder)["kind"]
+        if kind not in kinds or kind in found or kind == "medusa":
+            raise OptionError(
+                f"--go-on-from {folder.name!r} holds {kind}, and what is trained is {', '.join(kinds)}",
+                "a draft model or an EAGLE-3 head of a kind that is trained, at most one for each",
+                "leave it out, or name its --kind",
+            )
+        found[kind] = folder
+    return found
+
+
+def read_card(folder: str | Path) -> dict[str, Any]:
+    """The card that `make_and_export` left beside a drafter's weights."""
+    path = Path(folder) / "card.json"
+    if not path.is_file():
+        raise OptionError(
+            f"{Path(folder).name!r} holds no card.json", "the folder of a drafter that a training here wrote"
+        )
+    card: dict[str, Any] = {"kind": "draft"} | json.loads(path.read_text(encoding="utf-8"))
+    return card
+
+
+def made(card: Mapping[str, Any]) -> dict[str, Any]:
+    """What the card of a training that goes on says of the one before."""
+    figures = next(iter(card["evaluation"].values()))
+    return {
+        "steps": card["training"]["steps"],
+        "seconds": card["training"]["seconds"],
+        "acceptance_length": figures["acceptance_length"],
+        "before": card.get("before"),
+    }
 
 
 def _train_one_head(
