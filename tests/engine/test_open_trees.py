@@ -163,9 +163,9 @@ def test_a_growth_that_no_step_holds_is_refused(tmp_path):
         texts(target, [[1]], drafting, forced=2.0)
 
 
-@pytest.mark.parametrize("name", ["eagle3_fixed16", "eagle3_fixed32", "eagle3_fixed63", "eagle3_dynamic32"])
+@pytest.mark.parametrize("name", ["eagle3_fixed15", "eagle3_fixed31", "eagle3_fixed63", "eagle3_dynamic31"])
 def test_trees_of_the_shipped_sizes_change_no_text(name, tmp_path):
-    """As many requests at a time as a step holds: one with 63 tokens, three with 16."""
+    """As many requests at a time as a step holds: one with 63 tokens, three with 15."""
     config = WIDE_TREES[name].make(5, "")
     tree = {key: getattr(config, key) for key in ("eagle_choices", *DYNAMIC)}
     target = gpu_model(TARGET, slots=SLOTS, max_seq_len=200, draft_len=63)

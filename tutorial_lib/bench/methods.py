@@ -117,19 +117,21 @@ def _fixed(nodes: int) -> Method:
     )
 
 
-WIDE_TREES = {  # for a GPU, to which 16 rows are as one and 64 not many more; a CPU computes row by row
+# For a GPU, to which 16 rows are as one and 64 not many more; a CPU computes row by row. With the token before it a tree
+# of 15, 31 or 63 nodes just fills the rows of one step.
+WIDE_TREES = {
     method.name: method
     for method in (
-        _fixed(16),
-        _fixed(32),
+        _fixed(15),
+        _fixed(31),
         _fixed(63),
         Method(
-            "eagle3_dynamic32",
+            "eagle3_dynamic31",
             lambda k, _: EagleDecodingConfig(
                 max_draft_len=k, speculative_model_dir="embedded:eagle3",
-                use_dynamic_tree=True, dynamic_tree_max_topK=6, max_total_draft_tokens=32,
+                use_dynamic_tree=True, dynamic_tree_max_topK=6, max_total_draft_tokens=31,
             ),
-            "the 32 likeliest nodes of a beam of six: as many as a fixed tree's, chosen anew every round",
+            "the 31 likeliest nodes of a beam of six: as many as a fixed tree's, chosen anew every round",
         ),
     )
 }  # fmt: skip
