@@ -117,8 +117,8 @@ def _fixed(nodes: int) -> Method:
     )
 
 
-# For a GPU, to which 16 rows are as one and 64 not many more; a CPU computes row by row. With the token before it a tree
-# of 15, 31 or 63 nodes just fills the rows of one step.
+# For a GPU, to which 16 rows are as one and 64 not many more; a CPU computes row by row. With the token before it, a
+# tree of 15, 31 or 63 nodes just fills the rows of one step.
 WIDE_TREES = {
     method.name: method
     for method in (
