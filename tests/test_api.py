@@ -10,7 +10,9 @@ import threading
 import time
 from itertools import pairwise
 
+import numpy as np
 import pytest
+import torch
 
 import tutorial_lib
 from tutorial_lib import (
@@ -18,8 +20,10 @@ from tutorial_lib import (
     EagleDecodingConfig,
     KvCacheConfig,
     LayerSkipDecodingConfig,
+    LookaheadDecodingConfig,
     MedusaDecodingConfig,
     NGramDecodingConfig,
+    SADecodingConfig,
     SamplingParams,
 )
 from tutorial_lib.api import LLM, build
@@ -265,7 +269,19 @@ def test_loading_five_times_does_not_pile_up(cached):
         ("x" * 300, {}, ["301 tokens", "256", "max_seq_len"]),
         ("x" * 249, {"max_tokens": 7}, ["250 tokens", "7 more", "256", "at most 6"]),
         ([1, 999], {}, ["999"]),
+        ([1, -1], {}, ["id -1"]),
+        (None, {}, ["None", "token ids"]),
+        (5, {}, ["a prompt is 5"]),
+        (b"text", {}, ["a prompt is b'text'"]),
+        ({"prompt": "x"}, {}, ["a prompt is {'prompt': 'x'}"]),
+        ([[1, 2.5]], {}, ["2.5", "whole numbers"]),
+        ([["5"]], {}, ["'5'", "whole numbers"]),
+        ([True, 2], {}, ["a prompt is True"]),
+        ([1, "a"], {}, ["'a'", "whole numbers"]),
+        (["a", 1], {}, ["a prompt is 1"]),
+        ("a\ud800", {}, ["half a character", "Unicode"]),
     ],
+    ids=repr,
 )
 def test_bad_prompts(plain, prompt, options, words):
     message = refusal(PromptError, plain.generate, prompt, SamplingParams(**{"max_tokens": 4, **options}))
@@ -278,6 +294,51 @@ def test_params_that_do_not_match_the_prompts(plain):
     assert "2 sampling_params for 3 prompts" in refusal(OptionError, plain.generate, ["a", "b", "c"], [GREEDY, GREEDY])
 
 
+def test_ids_come_in_any_list_or_array(plain):
+    expected = plain.generate([1, 2, 3], GREEDY).token_ids
+    for same in ((1, 2, 3), np.array([1, 2, 3]), list(np.array([1, 2, 3])), torch.tensor([1, 2, 3])):
+        assert plain.generate(same, GREEDY).token_ids == expected
+        assert plain.generate_async(same, GREEDY).result().token_ids == expected
+    assert [g.token_ids for g in plain.generate(np.array([[1, 2, 3]] * 2), GREEDY)] == [expected] * 2
+
+
+@pytest.mark.parametrize("given", ["x", {"max_tokens": 3}, ["x"], 0, {}], ids=repr)
+def test_sampling_params_are_just_that(plain, given):
+    assert "sampling_params is" in refusal(OptionError, plain.generate, ["a"], given)
+    if not isinstance(given, list):
+        assert "sampling_params is" in refusal(OptionError, plain.generate_async, "a", given)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "words"),
+    [
+        (SamplingParams, {"temperature": 1e-320}, ["temperature", "0 (greedy)"]),  # 0 in float32: 0 / 0 is no number
+        (SamplingParams, {"top_p": 1e-320}, ["top_p"]),
+        (SamplingParams, {"seed": 2**64}, ["seed", str(2**64 - 1)]),  # the same numbers as seed 0
+        (SamplingParams, {"stop": 5}, ["stop is 5", "strings"]),
+        (SamplingParams, {"stop": [5]}, ["stop holds 5"]),
+        (SamplingParams, {"stop_token_ids": 5}, ["stop_token_ids is 5"]),
+        (SamplingParams, {"stop_token_ids": "12"}, ["stop_token_ids is '12'"]),
+        (KvCacheConfig, {"enable_block_reuse": "no"}, ["enable_block_reuse is 'no'"]),
+        (KvCacheConfig, {"max_attention_window": 5}, ["max_attention_window is 5"]),
+        (KvCacheConfig, {"max_attention_window": [0]}, ["max_attention_window entry is 0"]),
+        (NGramDecodingConfig, {"is_use_oldest": 5}, ["is_use_oldest is 5"]),
+        (SADecodingConfig, {"enable_global_pool": "x"}, ["enable_global_pool is 'x'"]),
+        (LookaheadDecodingConfig, {"max_ngram_size": None}, ["max_ngram_size is None"]),
+        (LayerSkipDecodingConfig, {"skip_layers": 5}, ["skip_layers is 5"]),
+        (MedusaDecodingConfig, {"medusa_choices": 5}, ["medusa_choices is 5"]),
+        (MedusaDecodingConfig, {"medusa_choices": [5]}, ["a path in medusa_choices is 5"]),
+        (EagleDecodingConfig, {"eagle_choices": [["a"]]}, ["rank in eagle_choices is 'a'"]),
+        (DraftTargetDecodingConfig, {"speculative_model_dir": 5}, ["speculative_model_dir is 5"]),
+        (DraftTargetDecodingConfig, {"speculative_model_dir": ""}, ["speculative_model_dir is ''"]),
+    ],
+    ids=str,
+)
+def test_options_of_a_wrong_kind_are_refused_when_made(make, options, words):
+    message = refusal(OptionError, make, **options)
+    assert all(word in message for word in words), message
+
+
 @pytest.mark.parametrize("option", ["min_tokens", "beam_width", "presence_penalty", "bad_words"])
 def test_sampling_options_that_nothing_honours_do_not_exist(option):
     with pytest.raises(TypeError, match=option):
@@ -288,6 +349,7 @@ def test_sampling_options_that_nothing_honours_do_not_exist(option):
     ("options", "error", "words"),
     [
         ({"backend": "onnx"}, OptionError, ["onnx", "torch"]),
+        ({"backend": []}, OptionError, ["backend is []"]),
         ({"dtype": "fp4"}, OptionError, ["fp4", "int8"]),
         ({"device": "tpu"}, OptionError, ["tpu"]),
         ({"tensor_parallel_size": 3}, OptionError, ["tensor_parallel_size is 3", "1, 2"]),
@@ -311,6 +373,11 @@ def test_what_cannot_be_honoured_is_refused_by_name(cached, options, error, word
 def test_a_draft_length_below_one(k):
     with pytest.raises(OptionError, match=f"max_draft_len is {k}"):
         NGramDecodingConfig(max_draft_len=k)
+
+
+@pytest.mark.parametrize("model", [5, None, b"x", []], ids=repr)
+def test_a_model_that_is_no_name(model):
+    assert f"model is {model!r}" in refusal(OptionError, LLM, model)
 
 
 def test_unknown_models(cached):

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack
 from importlib import import_module
+from operator import index
 from pathlib import Path
 from typing import Any, overload
 
@@ -112,14 +113,16 @@ class LLM:
         metrics_port: int | None = None,
         say: Say = lambda line: None,
     ) -> None:
+        if not isinstance(model, (str, Path)):
+            raise OptionError(f"model is {model!r}"[:200], "a name or a folder", "give for example 'embedded:target'")
+        if not isinstance(backend, str) or backend not in BACKENDS:
+            raise OptionError(f"backend is {backend!r}", f"one of {', '.join(BACKENDS)}", "choose one of these")
         own = {"simulated_acceptance": simulated_acceptance, "kernels_off": kernels_off}
         own = {name: value for name, value in own.items() if value}
         forces = {"simulated_acceptance"}
         knows = {"torch": forces | {"kernels_off"}, "tensorrt_llm": forces, "vllm": forces}
         if unknown := sorted(set(own) - knows.get(backend, set())):
             raise OptionError(f"{unknown[0]} was given for backend {backend!r}", "backend 'torch'", "leave it out")
-        if backend not in BACKENDS:
-            raise OptionError(f"backend is {backend!r}", f"one of {', '.join(BACKENDS)}", "choose one of these")
         module, name = BACKENDS[backend]
         make = getattr(import_module(f".backends.{module}", __package__), name)
         with ExitStack() as unless_open:
@@ -184,14 +187,16 @@ class LLM:
         Text gets the special tokens that the tokenizer adds by itself; a chat template is the caller's
         (`tutorial_lib.bench.prompts.render`). sampling_params: one for all, or one for each; default greedy.
         """
-        is_single = isinstance(inputs, str) or (len(inputs) > 0 and isinstance(inputs[0], int))
+        if not isinstance(inputs, str):
+            inputs = _as_list(inputs)
+            if not inputs:
+                raise PromptError("the list of prompts is empty", "at least one prompt")
+        is_single = isinstance(inputs, str) or _is_id(inputs[0])
         prompts = [self._ids(p) for p in ([inputs] if is_single else inputs)]
-        if not prompts and is_single is False and len(inputs) == 0:
-            raise PromptError("the list of prompts is empty", "at least one prompt")
         params = sampling_params if isinstance(sampling_params, (list, tuple)) else [sampling_params] * len(prompts)
         if len(params) != len(prompts):
             raise OptionError(f"{len(params)} sampling_params for {len(prompts)} prompts", "one, or one for each")
-        generations = self._generate(prompts, [p or SamplingParams() for p in params])
+        generations = self._generate(prompts, [_params(p) for p in params])
         return generations[0] if is_single else generations
 
     def _generate(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Generation]:
@@ -219,7 +224,7 @@ class LLM:
 
         With the torch backend the request is in line from this call on, and whoever reads one moves all of them;
         elsewhere its work begins when it is read."""
-        ids, params = self._ids(inputs), sampling_params or SamplingParams()
+        ids, params = self._ids(inputs), _params(sampling_params)
         with self._turn:
             return GenerationStream(self._backend.stream(ids, params), streaming, self._turn, self._metrics)
 
@@ -250,7 +255,14 @@ class LLM:
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
-            return [int(token) for token in prompt]
+            ids = _as_list(prompt)
+            if wrong := [token for token in ids if not _is_id(token)]:
+                raise PromptError(f"a prompt holds {wrong[0]!r}"[:200], f"{_PROMPTS}; ids are whole numbers")
+            return [index(token) for token in ids]
+        if not prompt.isascii() and any("\ud800" <= char <= "\udfff" for char in prompt):
+            raise PromptError(
+                "a prompt holds half a character (a lone surrogate)", "valid Unicode text", "mend the text"
+            )
         ids, bos = list(self.tokenizer(prompt).input_ids) if prompt else [], self.tokenizer.bos_token_id
         is_doubled = bos is not None and ids[:2] == [bos, bos]  # text from a chat template has its own already
         return ids[1:] if is_doubled else ids
@@ -260,6 +272,31 @@ class LLM:
         if timer is None:
             raise OptionError(f"backend {self.info['backend']!r} cannot time its steps apart", "backend 'torch'")
         return timer
+
+
+_PROMPTS = "text, a list of token ids, or a list of such prompts"
+
+
+def _as_list(value: Any) -> list[Any]:
+    """A list, a tuple or an array (which gives its elements as Python's own numbers) as a list; else `PromptError`."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        raise PromptError(f"a prompt is {value!r}"[:200], _PROMPTS)
+    return list(value)
+
+
+def _is_id(value: Any) -> bool:
+    """Whether `value` is a whole number, of NumPy or torch too. True and False are none."""
+    return hasattr(value, "__index__") and not isinstance(value, bool) and not getattr(value, "ndim", 0)
+
+
+def _params(given: Any) -> SamplingParams:
+    if given is not None and not isinstance(given, SamplingParams):
+        raise OptionError(
+            f"sampling_params is {given!r}"[:200], "SamplingParams", "write SamplingParams(max_tokens=64)"
+        )
+    return given or SamplingParams()
 
 
 class GenerationStream:

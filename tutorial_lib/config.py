@@ -12,9 +12,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from .errors import OptionError
+
+SMALLEST = 2.0**-126  # of float32, at full precision: a smaller temperature or top_p is 0 in it, and 0 / 0 no number
+LARGEST_SEED = 2**64 - 1  # a larger one would give the numbers of a smaller one
 
 
 def _need_int(name: str, value: object, minimum: int) -> int:
@@ -22,6 +25,18 @@ def _need_int(name: str, value: object, minimum: int) -> int:
         raise OptionError(f"{name} is {value!r}", f"a whole number >= {minimum}", f"set {name} to such a number")
     if value < minimum:
         raise OptionError(f"{name} is {value}", f"a whole number >= {minimum}", f"set {name} to at least {minimum}")
+    return value
+
+
+def _need_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise OptionError(f"{name} is {value!r}", "True or False", f"set {name} to one of them")
+
+
+def _need_list(name: str, value: object, of_what: str) -> Sequence[Any]:
+    """`value`, if it is a list or a tuple; a lone number or text is none."""
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        raise OptionError(f"{name} is {value!r}", f"a list of {of_what}", f"set {name} to one")
     return value
 
 
@@ -59,22 +74,25 @@ class SamplingParams:
         _need_int("max_tokens", self.max_tokens, 1)
         if self.temperature is not None:
             _need_float("temperature", self.temperature, 0)
+            if 0 < self.temperature < SMALLEST:
+                raise OptionError(f"temperature is {self.temperature}", f"0 (greedy) or at least {SMALLEST:.3g}")
         if self.top_k is not None:
             _need_int("top_k", self.top_k, 0)
         if self.top_p is not None:
-            _need_float("top_p", self.top_p, 0, 1, above=True)
-        if self.seed is not None:
-            _need_int("seed", self.seed, 0)
+            _need_float("top_p", self.top_p, SMALLEST, 1)
+        if self.seed is not None and _need_int("seed", self.seed, 0) > LARGEST_SEED:
+            raise OptionError(f"seed is {self.seed}", f"at most {LARGEST_SEED}", "choose a smaller seed")
         if self.logprobs is not None:
             _need_int("logprobs", self.logprobs, 0)
         if self.repetition_penalty is not None:
             _need_float("repetition_penalty", self.repetition_penalty, 0, above=True)
-        if not isinstance(self.ignore_eos, bool):
-            raise OptionError(f"ignore_eos is {self.ignore_eos!r}", "True or False")
+        _need_bool("ignore_eos", self.ignore_eos)
+        if self.stop is not None and not isinstance(self.stop, str):
+            _need_list("stop", self.stop, "strings")
         for text in self.stop_strings:
             if not isinstance(text, str) or not text:
                 raise OptionError(f"stop holds {text!r}", "non-empty strings", "drop that entry")
-        for token in self.stop_token_ids or ():
+        for token in () if self.stop_token_ids is None else _need_list("stop_token_ids", self.stop_token_ids, "ids"):
             _need_int("stop_token_ids entry", token, 0)
 
     @property
@@ -127,10 +145,14 @@ class KvCacheConfig:
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "fp8"):
             raise OptionError(f"KvCacheConfig.dtype is {self.dtype!r}", "'auto' or 'fp8'")
+        _need_bool("enable_block_reuse", self.enable_block_reuse)
         _need_int("tokens_per_block", self.tokens_per_block, 1)
         _need_float("free_gpu_memory_fraction", self.free_gpu_memory_fraction, 0, 1, above=True)
         if self.max_tokens is not None:
             _need_int("max_tokens", self.max_tokens, 1)
+        if self.max_attention_window is not None:
+            for window in _need_list("max_attention_window", self.max_attention_window, "whole numbers, one a layer"):
+                _need_int("max_attention_window entry", window, 1)
 
     def changed_options(self) -> list[str]:
         """Names of the options that differ from their defaults: what a backend must honour or refuse."""
@@ -215,6 +237,7 @@ class NGramDecodingConfig(DecodingBaseConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         _need_int("max_matching_ngram_size", self.max_matching_ngram_size, 1)
+        _need_bool("is_use_oldest", self.is_use_oldest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,6 +256,7 @@ class SADecodingConfig(DecodingBaseConfig):
         super().__post_init__()
         if self.max_matching_ngram_size != -1:
             _need_int("max_matching_ngram_size", self.max_matching_ngram_size, 1)
+        _need_bool("enable_global_pool", self.enable_global_pool)
         if self.global_pool_size is not None:
             _need_int("global_pool_size", self.global_pool_size, 1)
             if not self.enable_global_pool:
@@ -250,10 +274,10 @@ class LookaheadDecodingConfig(DecodingBaseConfig):
     max_verification_set_size: int = 4
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "max_draft_len", max(1, self.max_ngram_size - 1))
-        self._check_schedule()
         _need_int("max_window_size", self.max_window_size, 1)
         _need_int("max_ngram_size", self.max_ngram_size, 1)
+        object.__setattr__(self, "max_draft_len", max(1, self.max_ngram_size - 1))
+        self._check_schedule()
         is_plain = self.max_window_size == self.max_ngram_size == 1
         _need_int("max_verification_set_size", self.max_verification_set_size, 0 if is_plain else 1)
         if self.max_ngram_size == 1 and (self.max_window_size, self.max_verification_set_size) != (1, 0):
@@ -273,7 +297,7 @@ class LayerSkipDecodingConfig(DecodingBaseConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for layer in self.skip_layers or ():
+        for layer in () if self.skip_layers is None else _need_list("skip_layers", self.skip_layers, "layers"):
             _need_int("skip_layers entry", layer, 0)
         _need_threshold(self.confidence_threshold)
 
@@ -342,12 +366,14 @@ class EagleDecodingConfig(DecodingBaseConfig):
 
 def check_choices(name: str, choices: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     """Paths of ranks as tuples, parents before children; `OptionError` for a path whose beginning is not among them."""
+    form = "paths of ranks such as [[0], [1], [0, 0]]"
+    for choice in _need_list(name, choices, form):
+        for rank in _need_list(f"a path in {name}", choice, "ranks"):
+            _need_int(f"rank in {name}", rank, 0)
     paths = sorted({tuple(c) for c in choices}, key=lambda path: (len(path), path))
     if not paths or not paths[0]:
-        raise OptionError(f"{name} is {list(choices)!r}", "paths of ranks such as [[0], [1], [0, 0]]")
+        raise OptionError(f"{name} is {list(choices)!r}", form)
     for path in paths:
-        for rank in path:
-            _need_int(f"rank in {name}", rank, 0)
         if len(path) > 1 and path[:-1] not in paths:
             raise OptionError(f"{name} holds {list(path)} without {list(path[:-1])}", "every beginning of every path")
     return tuple(paths)
@@ -367,8 +393,11 @@ def _given_models(
     config: DraftTargetDecodingConfig | MedusaDecodingConfig | EagleDecodingConfig,
 ) -> list[str | Path]:
     """What the two names for a drafter hold; once, if they agree, as in a copy made by `dataclasses.replace`."""
-    given = (config.speculative_model_dir, config.speculative_model)
-    return [x for x in dict.fromkeys(given) if x is not None]
+    given = [x for x in (config.speculative_model_dir, config.speculative_model) if x is not None]
+    for model in given:
+        if not isinstance(model, (str, Path)) or not str(model):
+            raise OptionError(f"speculative_model_dir is {model!r}", "a name or a folder", "give a checkpoint")
+    return list(dict.fromkeys(given))
 
 
 def _need_threshold(value: float | None) -> None:

@@ -77,6 +77,13 @@ def test_repetition_penalty_equals_transformers():
     assert logits[ids].min() < 0 < logits[ids].max()  # both branches were needed
 
 
+@pytest.mark.parametrize("penalty", [1e-320, 1e-38, 1e300])
+def test_a_repetition_penalty_that_float32_cannot_divide_by_leaves_a_distribution(penalty):
+    logits = penalize_repetition(LOGITS, [0, 1, 2], penalty)
+    assert logits.isfinite().all()
+    assert float(probabilities(logits, SamplingParams(temperature=1.0)).sum()) == pytest.approx(1.0)
+
+
 def test_repetition_penalty_leaves_out_ids_of_a_larger_vocabulary():
     logits = noise(50, 2)
     assert torch.equal(penalize_repetition(logits, [3, 50, 99], 1.3), penalize_repetition(logits, [3], 1.3))

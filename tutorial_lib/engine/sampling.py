@@ -35,11 +35,14 @@ def uniform(seed: int, position: int, purpose: Purpose) -> float:
 def penalize_repetition(logits: torch.Tensor, token_ids: Sequence[int], penalty: float) -> torch.Tensor:
     """Divide positive and multiply negative logits [V] of ids already in the text by `penalty` (Keskar et al. 2019).
 
-    Ids beyond the row (a larger vocabulary's) are left out. Returns a new tensor.
+    Ids beyond the row (a larger vocabulary's) are left out; values stay finite, however small the penalty. Returns a
+    new tensor.
     """
+    largest = torch.finfo(logits.dtype).max
     seen = torch.tensor(sorted({t for t in token_ids if t < logits.shape[-1]}), dtype=torch.long, device=logits.device)
     values = logits[seen]
-    return logits.index_copy(0, seen, torch.where(values > 0, values / penalty, values * penalty))
+    scaled = torch.where(values > 0, values / penalty, values * penalty).clamp(-largest, largest)
+    return logits.index_copy(0, seen, scaled)
 
 
 def probabilities(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
