@@ -130,6 +130,9 @@ class TableModel:
         self.config = ModelConfig.from_hf({**dummy_config("dummy:tiny-llama")[0], "vocab_size": table.shape[0]})
         self.pages = slots * -(-position_limit(max_seq_len, draft_len) // PAGE) + 1
 
+    kernel, trouble, round_rows, prompt_rows = "table", None, GpuModel.round_rows, GpuModel.prompt_rows
+    choose, draft_chain, check = GpuModel.choose, GpuModel.draft_chain, GpuModel.check
+
     def prefill(self, ids, table, slot, feature_layers=(), take=None, start=0) -> None: ...
 
     def last_step(self, ids, table, slot, feature_layers=(), take=None, *, start: int):

@@ -169,13 +169,18 @@ class ModelDrafting:
             self.begin(text[drafted:-1], state.table, slot, drafted)
 
     def draft(self, round: RoundProgram) -> torch.Tensor | None:
+        state, known = round.state, round.target.config.vocab_size
+        if not round.is_sampled and self.model.draft_chain(
+            round.pair, state.table, round.starts[0], round.slots32, round.drafts, ids=self.head_ids, vocab_size=known
+        ):
+            return None
         tokens, q = round.pair.view(-1), []
         for i in range(round.k):
             rows = 2 if i == 0 else 1
             start = round.starts[0 if i == 0 else i + 1]
-            logits = self.model.step(tokens, round.state.table, start, round.slots32, rows)[rows - 1 :: rows]
+            logits = self.model.step(tokens, state.table, start, round.slots32, rows)[rows - 1 :: rows]
             if self.head_ids is None:
-                logits = logits[:, : round.target.config.vocab_size]
+                logits = logits[:, :known]
             if round.is_sampled:
                 probs, tokens = self._sample(round, logits, i)
                 q.append(probs)

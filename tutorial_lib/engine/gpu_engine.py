@@ -24,7 +24,7 @@ from ..results import Round
 from .device_sampling import draw, probabilities, uniform
 from .drafting import Drafting, ModelDrafting, OpenTree
 from .engine import Engine, Request, _arbitrary_ids, _median_s
-from .gpu_model import MAX_STEP_ROWS, PAGE, GpuModel, captured, compile_steps, seconds_of, upload
+from .gpu_model import PAGE, GpuModel, captured, compile_steps, seconds_of, upload
 from .graph import DeviceState, RoundProgram, forced_schedule, position_limit
 from .model import PREFILL_CHUNK
 from .paged_cache import PagedCache, Seat, ring_positions
@@ -81,8 +81,10 @@ class GpuEngine(Engine):
         if tree is not None:
             self.max_draft_len = tree.tokens  # every token of a tree takes a row
         reach = self.max_draft_len if tree is None else tree.reach
-        if self.max_draft_len >= MAX_STEP_ROWS:
-            raise OptionError(f"max_draft_len is {self.max_draft_len}", f"at most {MAX_STEP_ROWS - 1} on the GPU path")
+        if self.max_draft_len >= (most := target.round_rows):
+            raise OptionError(
+                f"max_draft_len is {self.max_draft_len}", f"at most {most - 1} for the GPU path by {target.kernel}"
+            )
         self.draft_len_schedule = dict(sorted((draft_len_schedule or {1: self.max_draft_len}).items()))
         if tree is not None and (between := set(self.draft_len_schedule.values()) - {0, self.max_draft_len}):
             raise OptionError(
@@ -106,7 +108,7 @@ class GpuEngine(Engine):
             ahead=drafting.ahead if drafting is not None else 0,
             ring=ring_positions([target.config.sliding_window, *(drafting.windows if drafting is not None else ())]),
         )
-        rows = {"max_rows": PREFILL_CHUNK, "pass_rows": MAX_STEP_ROWS}
+        rows = {"max_rows": PREFILL_CHUNK, "pass_rows": target.prompt_rows}
         self.scheduler = Scheduler(max_slots, self.cache, slack=self._slack, **rows)
         self._free, self._is_stepping = self.scheduler.free, False
         self._launched: list[Launched] = []
@@ -144,7 +146,7 @@ class GpuEngine(Engine):
         return self._programs[key]
 
     def _most_together(self, k: int) -> int:
-        return min(self.max_slots, MAX_STEP_ROWS // (k + 1))
+        return min(self.max_slots, self.target.round_rows // (k + 1))
 
     # ----------------------------------------------------------------------------------------------------------- rounds
 
@@ -224,7 +226,8 @@ class GpuEngine(Engine):
         else:
             self._read_round(launched.program, served, launched)
 
-    def _read_first(self, request: Request, damage: int, token: int) -> None:
+    def _read_first(self, request: Request, damage: int, token: int, *trouble: int) -> None:
+        self.target.check(trouble)
         if damage:
             raise FloatingPointError(DAMAGED_LOGITS)
         request.ttft_s = request.latency_s = time.perf_counter() - request.start_s
@@ -234,7 +237,9 @@ class GpuEngine(Engine):
         self, program: RoundProgram, served: Sequence[tuple[int, Request, Seat]], launched: Launched
     ) -> None:
         batch = program.batch
-        stamps, damage, lengths, out, path, parents, likeliest = launched.report.split(program.parts)
+        stamps, damage, lengths, out, path, parents, likeliest, trouble = launched.report.split(program.parts)
+        for model, words in zip(program.watched, trouble.tensor_split(len(program.watched) or 1), strict=False):
+            model.check(words.tolist())
         began, drafted, ended = stamps.view(torch.long).tolist()
         damaged = damage.tolist()
         if any(damaged[row] for row, *_ in served):
@@ -300,7 +305,7 @@ class GpuEngine(Engine):
         state, drafting = self.state, self.drafting
         layers = drafting.feature_layers if drafting is not None else ()
         take = drafting.take(text, state.table, slot) if drafting is not None else None
-        whole = end - 1 - (end - 1 - start) % MAX_STEP_ROWS if is_last else end  # until here in steps without logits
+        whole = end - 1 - (end - 1 - start) % self.target.prompt_rows if is_last else end  # no logits until here
         self.target.prefill(text[start:whole], state.table, slot, layers, take, start=start)
         if not is_last:
             return None
@@ -339,10 +344,13 @@ class GpuEngine(Engine):
         upload(state.text[slot, :count], token_ids)
 
     def _first_token(self, request: Request, logits: torch.Tensor) -> torch.Tensor:
-        """Choose it and append it to the slot's text, on the device. Returns int32 (damage, token)."""
+        """Choose it and append it to the slot's text, on the device. Returns int32 (damage, token, trouble...)."""
         slot, state, count, device = request.slot, self.state, len(request.prompt_ids), logits.device
-        report = torch.zeros(2, dtype=torch.int32, device=device)
-        damage, token = report[:1], report[1:]
+        trouble = self.target.trouble
+        report = torch.zeros(2 + (0 if trouble is None else trouble.numel()), dtype=torch.int32, device=device)
+        damage, token = report[:1], report[1:2]
+        if trouble is not None:
+            report[2:] = trouble
         self.target.ops.argmax(logits, token, self.target.ops.pdl, damage=damage)
         if not request.params.is_greedy:
             own = state.params.select(torch.full((1,), slot, device=device))

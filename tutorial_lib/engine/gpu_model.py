@@ -236,7 +236,15 @@ def seconds_of(graph: Any, repeats: int) -> list[float]:
 
 class GpuModel:
     """Weights, cache and step. cache: [layers, pages, 2, kv_heads, PAGE, dim]. The last page is scratch: rows of unused
-    slots write there."""
+    slots write there.
+
+    kernel: what runs its steps. round_rows, prompt_rows: the most rows of a step in a round, and the rows of a step
+    over a prompt. trouble: int32 words that a step which gives up writes to, see `check`; None if none can.
+    """
+
+    kernel = "triton"
+    round_rows = prompt_rows = MAX_STEP_ROWS
+    trouble: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -300,6 +308,48 @@ class GpuModel:
         return self._product(self.head, h, scale)[0]
 
     @torch.inference_mode()
+    def choose(
+        self,
+        tokens: torch.Tensor,
+        table: torch.Tensor,
+        lengths: torch.Tensor,
+        slots: torch.Tensor,
+        rows: int,
+        out: torch.Tensor,
+        *,
+        damage: torch.Tensor,
+        tree: tuple[torch.Tensor, torch.Tensor] | None = None,
+        taps: Taps | None = None,
+        needs_logits: bool = True,
+    ) -> torch.Tensor | None:
+        """`step`, and the likeliest token of every row into `out` int32 [sequences * rows]; `damage` as in
+        `kernels.argmax`. Returns the logits, which a model may leave out unless they are needed."""
+        logits = self.step(tokens, table, lengths, slots, rows, tree, taps)
+        self.ops.argmax(logits, out, self.ops.pdl, damage=damage)
+        return logits
+
+    def draft_chain(
+        self,
+        pair: torch.Tensor,
+        table: torch.Tensor,
+        lengths: torch.Tensor,
+        slots: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        ids: torch.Tensor | None = None,
+        vocab_size: int,
+    ) -> bool:
+        """All steps of a greedy draft in one launch, for models that can: False for those that cannot.
+
+        pair: int32 [B, 2], the texts' last two tokens, the first of them at position `lengths` [B]. out: int32 [B, K]
+        of any stride; step i's likeliest token among the first `vocab_size`, or `ids` there, is what step i + 1 reads.
+        """
+        return False
+
+    def check(self, trouble: Sequence[int]) -> None:
+        """Raise what the words of `trouble`, read back, say; nothing if they are zeros."""
+
+    @torch.inference_mode()
     def body(
         self, tokens, table, lengths, slots, rows: int, tree=None, taps: Taps | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -353,16 +403,16 @@ class GpuModel:
         *,
         start: int = 0,
     ) -> None:
-        """Append a stretch of text to `slot`, which holds `start` tokens; 64 a step, on a GPU the step is one graph.
+        """Append a stretch of text to `slot`, which holds `start` tokens; `prompt_rows` a step, on a GPU one graph.
 
         Rows behind the text's end in the last step write positions that later steps write again. A text's last piece
-        is left to `last_step`. take: gets each step's first position and features [64, F * H], which the next step
-        overwrites.
+        is left to `last_step`. take: gets each step's first position and features [prompt_rows, F * H], which the
+        next step overwrites.
         """
-        step = self._fixed_step(MAX_STEP_ROWS, feature_layers, has_logits=False)
+        step = self._fixed_step(self.prompt_rows, feature_layers, has_logits=False)
         step.table[0, : table.shape[1]] = table[slot]
-        for at in range(0, len(ids), MAX_STEP_ROWS):
-            step.run(ids[at : at + MAX_STEP_ROWS], start + at)
+        for at in range(0, len(ids), self.prompt_rows):
+            step.run(ids[at : at + self.prompt_rows], start + at)
             if take is not None:
                 take(start + at, step.features)
 
@@ -377,10 +427,10 @@ class GpuModel:
         *,
         start: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `prefill` for the last 1 to 64 tokens of a text: logits float32 [1, V] of what follows it, and its last
-        token's features [1, F * H]. Both are overwritten by the next call."""
+        """As `prefill` for the last tokens of a text, `prompt_rows` at most: logits float32 [1, V] of what follows it,
+        and its last token's features [1, F * H]. Both are overwritten by the next call."""
         count = len(ids)
-        step = self._fixed_step(1 if count == 1 else MAX_STEP_ROWS, feature_layers, has_logits=True)
+        step = self._fixed_step(1 if count == 1 else self.prompt_rows, feature_layers, has_logits=True)
         step.table[0, : table.shape[1]] = table[slot]
         step.run(ids, start)
         if take is not None and count > 1:

@@ -75,7 +75,8 @@ class RoundProgram:
     int32 vector: three clock readings (start, drafted, verified), whose logits were damaged [batch], `drafted_len`
     [batch], `out` [batch, K + 2]: accepted, the token after, K drafts; for a tree `path` [batch, depth], the rows of
     the accepted ones; for an `OpenTree` the parents of all rows [batch, K + 1], and if it came from the host the
-    target's most likely token in each of them [batch, K + 1]."""
+    target's most likely token in each of them [batch, K + 1]; last what is wrong with the steps of each of `watched`
+    (`GpuModel.trouble`)."""
 
     def __init__(
         self,
@@ -89,10 +90,10 @@ class RoundProgram:
         is_forced: bool = False,
         host_tree: OpenTree | None = None,
     ) -> None:
-        if batch * (max_draft_len + 1) > MAX_STEP_ROWS:
+        if batch * (max_draft_len + 1) > target.round_rows:
             raise OptionError(
                 f"{batch} requests with {max_draft_len} draft tokens each are {batch * (max_draft_len + 1)} rows",
-                f"at most {MAX_STEP_ROWS}",
+                f"at most {target.round_rows}",
                 "lower max_draft_len or max_batch_size",
             )
         device, k = target.device, max_draft_len
@@ -110,9 +111,12 @@ class RoundProgram:
         depth = self.tree.depth if self.tree is not None else 0
         rows, self.is_open = batch * (k + 1), isinstance(self.tree, OpenTree)
         self.parts = [6, batch, batch, batch * (k + 2), batch * depth]
-        self.parts += [rows * self.is_open, rows * (host_tree is not None)]
+        drafts_by = getattr(drafting, "model", None)
+        self.watched: list[GpuModel] = [m for m in (target, drafts_by) if m is not None and m.trouble is not None]
+        self._troubles: list[torch.Tensor] = [m.trouble for m in self.watched if m.trouble is not None]
+        self.parts += [rows * self.is_open, rows * (host_tree is not None), sum(t.numel() for t in self._troubles)]
         self.report = ints(sum(self.parts))
-        stamps, self.damage, lengths, out, path, parents, likeliest = self.report.split(self.parts)
+        stamps, self.damage, lengths, out, path, parents, likeliest, self.trouble = self.report.split(self.parts)
         self.stamps, self.drafted_len, self.out = stamps.view(torch.long), lengths.fill_(k), out.view(batch, k + 2)
         self.path = path.view(batch, depth) if self.tree is not None else None
         self.rows = None if self.tree is None else self.tree.over(batch)
@@ -170,6 +174,7 @@ class RoundProgram:
         logits = self.verify()
         decided = None
         if self.is_sampled and not self.is_forced:
+            assert logits is not None
             decided = self.sampled(logits, q)
         ops.finish_round(
             self.slots, state.length, state.last, state.text, state.row, self.tokens, self.choices, self.drafted_len,
@@ -179,6 +184,8 @@ class RoundProgram:
         )  # fmt: skip
         if self.path is not None:
             ops.keep_path(self.target.cache, state.table, self.slots32, self.starts[1], self.path, ops.pdl)
+        if self._troubles:
+            torch.cat(self._troubles, out=self.trouble)
         self._stamp(2)
 
     def _stamp(self, i: int) -> None:
@@ -213,16 +220,16 @@ class RoundProgram:
             ops.tree_rows(*self.rows, self.tree.depth, ops.pdl)
         return q
 
-    def verify(self) -> torch.Tensor:
-        """The target's logits, float32 [B, K + 1, V]; its argmax goes into `choices`."""
-        logits = self.target.step(
-            self.tokens.view(-1), self.state.table, self.starts[1], self.slots32, self.k + 1,
-            None if self.rows is None else (self.rows.mask, self.rows.depths), self.taps,
+    def verify(self) -> torch.Tensor | None:
+        """The target's logits, float32 [B, K + 1, V], if they are needed; its argmax goes into `choices`."""
+        logits = self.target.choose(
+            self.tokens.view(-1), self.state.table, self.starts[1], self.slots32, self.k + 1, self.choices.view(-1),
+            damage=self.damage, tree=None if self.rows is None else (self.rows.mask, self.rows.depths), taps=self.taps,
+            needs_logits=self.is_sampled and not self.is_forced,
         )  # fmt: skip
-        self.target.ops.argmax(logits, self.choices.view(-1), self.target.ops.pdl, damage=self.damage)
         if self.likeliest is not None:
             self.likeliest.copy_(self.choices)
-        return logits.view(self.batch, self.k + 1, -1)
+        return None if logits is None else logits.view(self.batch, self.k + 1, -1)
 
     def sampled(self, logits: torch.Tensor, q: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
         """(accepted [B], the token after the accepted ones [B]) by rejection sampling of drafts drawn from q.
