@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tutorial_lib import engine_dir
-from tutorial_lib.engine_dir import FORMAT_VERSION, MANIFEST, create, is_engine_dir, open_engine, require
+from tutorial_lib.engine_dir import FORMAT_VERSION, MANIFEST, _seal, create, is_engine_dir, open_engine, require
 from tutorial_lib.errors import EngineDirError
 
 REPO = Path(__file__).parents[1]
@@ -68,9 +68,12 @@ def left_in(folder: Path) -> set[str]:
     return {entry.name for entry in folder.iterdir() if not entry.name.endswith(".lock")}
 
 
-def edit_manifest(path: Path, **changes) -> None:
+def edit_manifest(path: Path, is_sealed=True, **changes) -> None:
+    """Change the manifest, by default as a build of another version would have written it."""
     manifest = json.loads((path / MANIFEST).read_text())
     manifest.update(changes)
+    if is_sealed:
+        manifest["sha256"] = _seal(manifest)
     (path / MANIFEST).write_text(json.dumps(manifest))
 
 
@@ -348,11 +351,24 @@ def test_folders_of_others_are_named_for_what_they_are(tmp_path):
     assert "checkpoint" in refusal(open_here, tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"", b'{"format": 1, "back', b"\xff\xfe", b"[]", b"null"])
+@pytest.mark.parametrize("content", [b"", b'{"format": 1, "back', b"\xff\xfe", b"[]", b"null", b"[" * 100_000])
 def test_truncated_manifest(built, content):
     (built.path / MANIFEST).write_bytes(content)
     assert "remove" in refusal(open_here, built.path)
     refusal(create, built.path, writer(), overwrite=True)
+
+
+def test_a_manifest_that_a_build_did_not_write_is_not_loaded(built):
+    """A valid file with other values would load, and decode other text."""
+    before = (built.path / MANIFEST).read_text()
+    other_rope = {"model_config": built.model_config | {"rope_theta": 1e5}}
+    for changes in ({"eos_token_ids": []}, other_rope, {"sha256": None}, {"more": 1}):
+        edit_manifest(built.path, is_sealed=False, **changes)
+        message = refusal(open_here, built.path)
+        assert "is not as the build wrote it" in message and f"{COMMAND} --out {built.path} --overwrite" in message
+        refusal(create, built.path, writer(), wanted={"dtype": built.dtype})
+        (built.path / MANIFEST).write_text(before)
+    open_here(built.path)
 
 
 @pytest.mark.parametrize("version", [FORMAT_VERSION + 1, 0, None, "1", "0.10.0"])

@@ -28,7 +28,7 @@ from filelock import FileLock, Timeout
 
 from .errors import EngineDirError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "engine.json"
 LIMITS = ("max_batch_size", "max_seq_len", "max_draft_len")
 _FIELDS: dict[str, type] = {
@@ -43,7 +43,7 @@ _FIELDS: dict[str, type] = {
     "tactics": dict,
     "build": dict,
 }
-_OWN_FIELDS = ("format", "workbook_version", "files")
+_OWN_FIELDS = ("format", "workbook_version", "files", "sha256")
 _USER_ERRNOS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS),
     *(errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG),
@@ -121,9 +121,10 @@ def create(
     """Build the engine directory `path`, all or nothing.
 
     `write(staging)` writes the files and returns the manifest's fields (all of `engine.json` but `format`,
-    `workbook_version` and `files`); strings that are absolute paths are cut to their last part. One builder works at
-    a time; another waits. A finished directory whose manifest has every field of `wanted` is returned as it is; any
-    other is refused, unless `overwrite`, which replaces an engine directory and nothing else. Raises `EngineDirError`.
+    `workbook_version`, `files` and `sha256`); strings that are absolute paths are cut to their last part. One builder
+    works at a time; another waits. A finished directory whose manifest has every field of `wanted` is returned as it
+    is; any other is refused, unless `overwrite`, which replaces an engine directory and nothing else. Raises
+    `EngineDirError`.
     """
     path = Path(path).expanduser().resolve()
     with _plain_os_errors(path):
@@ -217,7 +218,15 @@ def _make_manifest(staging: Path, fields: dict[str, Any]) -> dict[str, Any]:
     problem = _malformed(manifest)
     if problem:
         raise ValueError(f"write() left an engine without {problem}")
-    return manifest
+    return manifest | {"sha256": _seal(manifest)}
+
+
+def _seal(manifest: Mapping[str, Any]) -> str:
+    """SHA-256 of everything that `engine.json` says but this: it holds what decides about the text (rotary base, EOS
+    ids, kernels), so one damaged digit must be seen as a damaged weight is."""
+    as_read = json.loads(json.dumps(manifest))  # the names of a table by rows are texts in a file
+    said = {name: value for name, value in as_read.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
 def _written_files(staging: Path) -> list[str]:
@@ -301,7 +310,7 @@ def _check_replaceable(path: Path) -> None:
     try:
         manifest = json.loads((path / MANIFEST).read_text("utf-8"))
         ours = {MANIFEST, *manifest["files"]}
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         raise EngineDirError(f"{path} has an unreadable {MANIFEST}", "a sound one, or a free path", by_hand) from None
     foreign = [name for name in (f.relative_to(path).as_posix() for f in _leaves(path)) if name not in ours]
     if foreign:
@@ -337,7 +346,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     by_hand = f"remove {path} and build it again: {_fresh_line(path)}"
     try:
         manifest = json.loads((path / MANIFEST).read_text("utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise EngineDirError(f"{MANIFEST} in {path} is damaged ({error})", "a whole file", by_hand) from None
     if not isinstance(manifest, dict):
         raise EngineDirError(f"{MANIFEST} in {path} holds no object", "an engine's description", by_hand)
@@ -349,6 +358,9 @@ def _read_manifest(path: Path) -> dict[str, Any]:
             f"format {FORMAT_VERSION} (workbook {workbook_version()})",
             f"rebuild: {_rebuild_line(manifest, path)}",
         )
+    if manifest.get("sha256") != _seal(manifest):
+        rebuild = f"rebuild: {_rebuild_line(manifest, path)}"
+        raise EngineDirError(f"{MANIFEST} in {path} is not as the build wrote it", "an unchanged one", rebuild)
     problem = _malformed(manifest)
     if problem:
         raise EngineDirError(f"{MANIFEST} in {path} lacks {problem}", "an unchanged one", by_hand)
@@ -439,7 +451,7 @@ def _what_else(path: Path) -> str:
     """What a directory without our manifest seems to be, from its config.json."""
     try:
         config = json.loads((path / "config.json").read_text("utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return ""
     if not isinstance(config, dict):
         return ""
