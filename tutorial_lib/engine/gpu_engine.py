@@ -374,12 +374,14 @@ class GpuEngine(Engine):
         tokens, lengths, slots = (
             torch.tensor(x, dtype=torch.int32, device=model.device) for x in (ids[context:], [context], [slot])
         )
-        best = torch.empty(most, dtype=torch.int32, device=model.device)
+        best, damage = (torch.zeros(n, dtype=torch.int32, device=model.device) for n in (most, 1))
 
         def steps(count: int) -> None:
             for _ in range(STEPS_PER_GRAPH):
-                logits = model.step(tokens[:count], self.state.table, lengths, slots, count)
-                model.ops.argmax(logits, best[:count], model.ops.pdl)
+                model.choose(
+                    tokens[:count], self.state.table, lengths, slots, count, best[:count], damage=damage,
+                    needs_logits=False,
+                )  # fmt: skip
 
         is_cuda = model.device.type == "cuda"
         with self._spare_pages(slot):
