@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import OptionError, WorkbookError
+from ...errors import WorkbookError
 
 GO_ON = "go on with kernel='triton' (--kernel triton)"
 
@@ -144,13 +144,3 @@ class Kernel:
         if self._module:
             self._driver.cuModuleUnload(self._module)
             self._module = ctypes.c_void_p()
-
-
-def check_capability(capability: tuple[int, int]) -> None:
-    """Raises `OptionError` unless the GPU is a Hopper, whose instructions the kernel is written in."""
-    if capability != (9, 0):
-        raise OptionError(
-            f"the GPU has compute capability {capability[0]}.{capability[1]}",
-            "9.0 (H100, H200, GH200) for the whole-step kernel",
-            GO_ON,
-        )

@@ -15,9 +15,8 @@ import torch
 
 from ...errors import OptionError
 from ..gpu_model import MAX_STEP_ROWS, FixedStep, GpuModel, Taps
+from .choice import STREAM_ROWS, refused_features, refused_layers
 from .launch import GO_ON, StreamError
-
-STREAM_ROWS = 16  # rows of one launch: the columns of the smallest tile that all of its products share
 
 
 class WholeSteps(Protocol):
@@ -167,7 +166,7 @@ class StreamModel(GpuModel):
         return self._choices[:0], None
 
     def without_layers(self, skipped: Collection[int]) -> GpuModel:
-        raise OptionError("the draft leaves layers of the target out", "all of them in the whole-step kernel", GO_ON)
+        raise refused_layers()
 
     @torch.inference_mode()
     def rehearse(self, rows: int) -> None:
@@ -183,8 +182,3 @@ class StreamModel(GpuModel):
         if self.reader is not None:
             return self.reader._fixed_step(rows, feature_layers, has_logits=has_logits)
         return super()._fixed_step(rows, feature_layers, has_logits=has_logits)
-
-
-def refused_features() -> OptionError:
-    """What is said to drafters that look at the target's hidden states (EAGLE-3, Medusa)."""
-    return OptionError("the drafter reads hidden states of the target", "none: the whole-step kernel keeps them", GO_ON)
