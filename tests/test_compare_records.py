@@ -9,6 +9,7 @@ import pytest
 
 from tutorial_lib import cli
 from tutorial_lib.bench.compare_records import BEYOND, SAME, UNKNOWN, WITHIN, compare_records, describe
+from tutorial_lib.errors import OptionError
 from tutorial_lib.results import write_records
 
 
@@ -98,6 +99,36 @@ def test_other_software_is_named_and_judged_all_the_same_and_runs_without_a_part
     assert "output throughput: 10.2 -> 12.1 tokens/s (+18.6%), beyond noise: better" in lines[2]
     assert lines[-3] == "  text: other tokens"
     assert lines[-2:] == ["only before: bench, torch ngram, K = 4", "only after: bench, torch draft_target, K = 4"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"method": None}, "method None"),
+        ({"batch_size": "2"}, "batch_size '2'"),
+        ({"sampling": 5}, "sampling 5"),
+        ({"repeat_figures": {"a": 1}}, "repeat_figures"),
+        ({"repeat_figures": ["x"]}, "repeat_figures that are none"),
+        ({"provenance": "me"}, "provenance 'me'"),
+        ({"provenance__hardware": [1]}, "hardware [1]"),
+        ({"provenance__hardware__gpus": ["H200"]}, "gpus ['H200']"),
+        ({"provenance__versions": "1"}, "versions '1'"),
+        ({"prompt_set": ["x"]}, "prompt_set ['x']"),
+    ],
+    ids=str,
+)
+def test_a_run_that_no_workbook_wrote_is_refused(changes, words):
+    for before, after in ((run(), run(**changes)), (run(**changes), run())):
+        with pytest.raises(OptionError) as caught:
+            compare_records([before], [after])
+        assert f"a run of bench has {words}" in str(caught.value)
+
+
+def test_what_is_no_number_is_no_figure():
+    """Python reads NaN and 1e999 in JSON; the document that is written may hold neither."""
+    broken = run(figures__output_tok_s=float("nan"), figures__ttft_s=float("inf"))
+    (pair,) = compare_records([run()], [broken])["pairs"]
+    assert [figure["figure"] for figure in pair["figures"]] == ["tpot_ms"]
 
 
 def test_the_command_reads_files_and_folders(tmp_path, capsys):

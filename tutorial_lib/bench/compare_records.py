@@ -7,9 +7,11 @@ so. Runs of different machines, models, prompts or sampling are put side by side
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
+from ..errors import OptionError
 from .energy import energy_of
 
 Record = Mapping[str, Any]
@@ -30,8 +32,9 @@ WITHIN, BEYOND, UNKNOWN, SAME = "within noise", "beyond noise", "noise not known
 
 def compare_records(before: Sequence[Record], after: Sequence[Record]) -> dict[str, Any]:
     """{"kind": "record comparison", "pairs": […], "only_before": […], "only_after": […]}: runs are paired by
-    experiment, backend, method, K, batch size and forced acceptance, then by their order."""
-    pairs, left, right = _paired([r for r in before if _is_run(r)], [r for r in after if _is_run(r)])
+    experiment, backend, method, K, batch size and forced acceptance, then by their order. `OptionError` for a run that
+    no workbook wrote so."""
+    pairs, left, right = _paired(_runs(before), _runs(after))
     return {
         "kind": "record comparison",
         "rule": "beyond noise: no repeat of one run lies among the other's, and the medians differ by more than either "
@@ -42,8 +45,40 @@ def compare_records(before: Sequence[Record], after: Sequence[Record]) -> dict[s
     }
 
 
-def _is_run(record: Record) -> bool:
-    return record.get("kind") == "run" and isinstance(record.get("figures"), Mapping)
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "method": str, "max_draft_len": int, "batch_size": int, "sampling": Mapping, "prompt_set": Mapping,
+    "repeat_figures": list, "provenance": Mapping, "energy": Mapping,
+}  # fmt: skip
+
+
+def _runs(records: Sequence[Record]) -> list[Record]:
+    runs = [r for r in records if r.get("kind") == "run" and isinstance(r.get("figures"), Mapping)]
+    for run in runs:
+        if wrong := _wrong(run):
+            raise OptionError(
+                f"a run of {run.get('experiment') or 'no experiment'} has {wrong}"[:200],
+                "records as workbook wrote them",
+            )
+    return runs
+
+
+def _wrong(run: Record) -> str:
+    """What in a run is of another kind than what is read of it, or ''. All but the method may be missing."""
+    if not isinstance(run.get("method"), str):
+        return f"method {run.get('method')!r}"
+    for name, kind in _KINDS.items():
+        if run.get(name) is not None and not isinstance(run[name], kind):
+            return f"{name} {run[name]!r}"
+    if not all(isinstance(figures, Mapping) for figures in run.get("repeat_figures") or []):
+        return "repeat_figures that are none"
+    origin = run.get("provenance") or {}
+    for name in ("hardware", "versions"):
+        if not isinstance(origin.get(name) or {}, Mapping):
+            return f"{name} {origin[name]!r}"
+    gpus = (origin.get("hardware") or {}).get("gpus") or []
+    if not isinstance(gpus, list) or not all(isinstance(gpu, Mapping) and "name" in gpu for gpu in gpus):
+        return f"gpus {gpus!r}"
+    return ""
 
 
 def _key(record: Record) -> tuple[Any, ...]:
@@ -134,7 +169,7 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[dict[st
 
 def _figure(name: str, old: Record, new: Record, *, is_comparable: bool) -> dict[str, Any] | None:
     before, after = old["figures"].get(name), new["figures"].get(name)
-    if not isinstance(before, (int, float)) or not isinstance(after, (int, float)):
+    if not _is_number(before) or not _is_number(after):
         return None
     verdict = _verdict(before, after, _repeats(name, old), _repeats(name, new))
     return _changed(name, *FIGURES[name], before, after) | {
@@ -145,8 +180,8 @@ def _figure(name: str, old: Record, new: Record, *, is_comparable: bool) -> dict
 
 
 def _energy(old: Record, new: Record, *, is_comparable: bool) -> dict[str, Any] | None:
-    before, after = (energy_of(record)["energy_j_per_output_token"] for record in (old, new))
-    if before is None or after is None:
+    before, after = (energy_of(record).get("energy_j_per_output_token") for record in (old, new))
+    if not _is_number(before) or not _is_number(after):
         return None
     found = _changed("energy_j_per_output_token", "energy per output token", "J", False, before, after)
     return found | {"range_before": None, "range_after": None, "verdict": UNKNOWN if is_comparable else None}
@@ -164,7 +199,11 @@ def _changed(name: str, words: str, unit: str, is_more_better: bool, before: flo
 def _repeats(name: str, record: Record) -> list[float]:
     """The figure in every repeat that counted."""
     repeats = [f for f in record.get("repeat_figures") or [] if not f.get("is_warm")]
-    return [f[name] for f in repeats if isinstance(f.get(name), (int, float))]
+    return [f[name] for f in repeats if _is_number(f.get(name))]
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def _range(values: Sequence[float]) -> list[float] | None:
