@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -333,6 +334,31 @@ def test_errors_of_the_package_are_one_line(refuses, monkeypatch, error):
     monkeypatch.setattr(FakeLLM, "error", error)
     line = refuses(*PROMPT)
     assert line == f"error: {error}".replace("\x1b", "\\x1b")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "/full/x"), ["/full/x: No space left", "free space"]),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "a" * 5000), ["aaa: File name too long", "a shorter name"]),
+        (PermissionError(errno.EACCES, "Permission denied", "/theirs"), ["/theirs: Permission denied", "may read"]),
+        (FloatingPointError("the target's logits hold NaN"), ["logits hold NaN", "fetch the model again"]),
+    ],
+    ids=str,
+)
+def test_what_the_machine_refuses_is_one_line(refuses, monkeypatch, error, words):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr("tutorial_lib.api.LLM", fail)
+    message = refuses("generate", "--prompt", "x")
+    assert all(word in message for word in words) and len(message) < 400, message
+
+
+def test_names_too_long_for_the_file_system_are_refused(refuses):
+    name = "a" * 5000
+    for words in (["plan", name], ["compare-records", name, name], ["fetch", name], ["build", name]):
+        assert "File name too long" in refuses(*words)
 
 
 def test_a_defect_keeps_its_traceback(workbook, monkeypatch):
@@ -693,6 +719,17 @@ def resolve(name, say):
 models.resolve = resolve
 main(["fetch"])
 """
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_process_tells_that_stdout_is_full():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "tutorial_lib.cli", "plan", "llama-3.1-8b"],
+            cwd=REPO, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr == "error: writing: No space left on device; needed: free space on that disk\n"
 
 
 def test_process_ends_with_130_on_ctrl_c():

@@ -464,6 +464,17 @@ def test_pickle_only_is_refused(tmp_path):
         ({"vocab_size": 321}, r"embed_tokens.weight of .*\[320, 64\].*\[321, 64\]"),
         ({"num_hidden_layers": 3}, "model.layers.2.input_layernorm.weight"),
         ({"attention_bias": True}, "q_proj.bias"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers in config.json of .* is 0; needed: a whole number"),
+        ({"vocab_size": "320"}, "vocab_size .* is '320'"),
+        ({"hidden_size": True}, "hidden_size .* is True"),
+        ({"max_position_embeddings": -1}, "max_position_embeddings .* is -1"),
+        ({"rope_theta": "x"}, "rope_theta .* is 'x'"),
+        ({"rope_theta": -1}, "rope_theta .* is -1"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps .* is inf"),
+        ({"rope_scaling": ["x"]}, "rope_scaling .* an object"),
+        ({"architectures": 5}, "architectures .* a list of names"),
+        ({"quantization_config": "fp8"}, "quantization_config .* an object"),
+        ({"eos_token_id": ["x"]}, "eos_token_id .* a list of ids"),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused(tmp_path, change, message):
@@ -498,6 +509,42 @@ def test_the_head_may_be_missing_only_if_tied(tmp_path):
     assert "lm_head.weight" not in resolve(folder).tensors()
     save_file({**tensors, "lm_head.weight": head}, str(folder / "model.safetensors"))
     assert "lm_head.weight" not in resolve(folder).tensors()
+
+
+@pytest.mark.parametrize("places", [5, None, {"a": 5}, {"a": None}])
+def test_an_index_that_names_no_files_is_refused(tmp_path, places):
+    folder = write_folder(tmp_path / "m", tokenizer=False)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(ModelError, match="has no weight_map of tensors and files"):
+        resolve(folder)
+
+
+def test_numbers_that_no_model_is_stored_in_are_refused(tmp_path):
+    folder = write_folder(tmp_path / "m", tokenizer=False)
+    raw = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(raw.replace(b'"F32"', b'"X32"'))
+    with pytest.raises(ModelError, match="holds X32 numbers; needed: one of BF16"):
+        resolve(folder)
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", ["", "null", "[1]", "[" * 100_000], ids=["empty", "null", "list", "deep"])
+def test_a_tokenizer_that_is_none_is_one_line(tmp_path, file, content):
+    folder = write_folder(tmp_path / "m")
+    (folder / file).write_text(content)
+    with pytest.raises(ModelError, match="has no tokenizer that can be loaded"):
+        load_tokenizer(resolve(folder))
+
+
+def test_json_nested_too_deep_is_refused(tmp_path):
+    folder = write_folder(tmp_path / "m", tokenizer=False)
+    weights = folder / "model.safetensors"
+    weights.write_bytes((100_000).to_bytes(8, "little") + b"[" * 100_000)
+    with pytest.raises(ModelError, match="not a safetensors file"):
+        resolve(folder)
+    (folder / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ModelError, match="cannot be read"):
+        resolve(folder)
 
 
 @pytest.mark.parametrize("content", ["cut", b"version https://git-lfs.github.com/spec/v1\noid sha256:0", b"", b"abc"])

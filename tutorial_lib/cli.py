@@ -1,12 +1,14 @@
 """`workbook`: the commands, each a thin layer over the package.
 
 Results go to stdout, progress to stderr. A mistake that the user can mend is one line, `error: found; needed; do
-this`, and exit code 2; Ctrl-C ends with 130. Anything else that escapes is a defect of ours and keeps its traceback.
+this`, and exit code 2; so is what the file system refuses (a full disk, a name too long, a folder of others). Ctrl-C
+ends with 130. Anything else that escapes is a defect of ours and keeps its traceback.
 Options are checked before a model is loaded. Text that a model wrote cannot steer the terminal: see `printable`.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shlex
@@ -38,6 +40,16 @@ app = typer.Typer(
 # The base of what typer raises for a wrong command line: click's own class, or typer's copy of it in newer releases.
 _CommandLineError: type[Any] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
+_REFUSED = {  # what a file system refuses for reasons of the user's machine, and what helps
+    errno.ENOSPC: "free space on that disk",
+    errno.EDQUOT: "room in your quota on that disk",
+    errno.EACCES: "a place that you may read and write",
+    errno.EPERM: "a place that you may read and write",
+    errno.EROFS: "a place that can be written",
+    errno.ENAMETOOLONG: "a shorter name",
+    errno.ELOOP: "a link that leads somewhere",
+    errno.EMFILE: "a higher limit of open files (ulimit -n)",
+}
 JsonFile = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Also write a JSON document; - is stdout.")
 ]
@@ -72,6 +84,15 @@ def _run(argv: Sequence[str] | None) -> int:
     except BrokenPipeError:  # `workbook ... | head`: nobody reads on, and Python's own flush at exit would complain
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        if error.errno not in _REFUSED:
+            raise
+        if error.filename is None and error.errno == errno.ENOSPC:  # stdout itself, which Python flushes at exit again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        place = "writing" if error.filename is None else str(error.filename)[:200]
+        return _fail(f"{place}: {error.strerror}; needed: {_REFUSED[error.errno]}")
+    except FloatingPointError as error:
+        return _fail(f"{error}; needed: sound weights; do this: fetch the model again and build it anew")
 
 
 def _fail(message: str) -> int:

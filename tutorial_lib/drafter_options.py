@@ -21,7 +21,7 @@ from .config import (
     NGramDecodingConfig,
     SADecodingConfig,
 )
-from .errors import OptionError
+from .errors import NOT_JSON, OptionError
 
 DEFAULT_DRAFT_LEN = 4
 EMBEDDED = {"medusa": "embedded:medusa", "eagle3": "embedded:eagle3"}  # the heads meant by a method's name alone
@@ -68,7 +68,7 @@ def method_of(drafter: str) -> str:
 
     try:
         content = json.loads((Path(drafter).expanduser() / "config.json").read_text("utf-8"))
-    except (OSError, ValueError):  # an engine directory, a Hub id, or nothing at all: whoever opens it says so
+    except (OSError, *NOT_JSON):  # an engine directory, a Hub id, or nothing at all: whoever opens it says so
         return MODEL
     return (head_kind(content) if isinstance(content, dict) else "") or MODEL
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .errors import ModelError
+from .errors import NOT_JSON, ModelError
 
 Say = Callable[[str], None]
 
@@ -129,7 +129,7 @@ def is_whole(folder: Path, source: str) -> bool:
         return stamp["source_sha256"] == source and all(
             (folder / name).stat().st_size == size for name, size in stamp["files"].items()
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, KeyError, TypeError, AttributeError, *NOT_JSON):
         return False
 
 

@@ -41,4 +41,5 @@ class BackendUnavailable(WorkbookError):
     """A backend whose library or hardware is not here."""
 
 
+NOT_JSON = (ValueError, RecursionError)  # what json.loads raises; the second for brackets nested too deep
 DAMAGED_LOGITS = "the target's logits hold NaN or infinity: the weights or the cache are damaged"

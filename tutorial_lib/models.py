@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 from . import embedded
 from .embedded import Say, cache_dir
-from .errors import ModelError
+from .errors import NOT_JSON, ModelError
 from .shapes import (
     ARCHITECTURES,
     LazyTensors,
+    check_config,
     dummy_config,
     is_tied,
     parameter_bytes,
@@ -191,6 +192,7 @@ def _from_folder(name: str, folder: Path) -> Checkpoint:
             f"{folder} has no config.json", "a Hugging Face model folder", "point to the folder that holds config.json"
         )
     config = _read_json(folder / "config.json")
+    check_config(name, config)
     if head_kind(config):
         _stored_shapes(name, folder)
         return Checkpoint(name, folder, config)
@@ -229,7 +231,10 @@ def _weight_files(name: str, folder: Path) -> list[Path]:
     """The safetensors files that hold the model: those the index names, or the single file."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        files = [folder / file for file in sorted(set(_read_json(index).get("weight_map", {}).values()))]
+        places = _read_json(index).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+            raise ModelError(f"{index} has no weight_map of tensors and files", "one", "fetch the model again")
+        files = [folder / file for file in sorted(set(places.values()))]
     elif (folder / MEDUSA_WEIGHTS).is_file():
         files = [folder / MEDUSA_WEIGHTS]
     else:
@@ -255,6 +260,9 @@ def _stored_shapes(name: str, folder: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+_STORED = {"F64", "F32", "F16", "BF16", "I64", "I32", "BOOL"}  # weights, and the tables of ids in a head
+
+
 def _header(file: Path) -> dict[str, tuple[int, ...]]:
     """Names and shapes in a safetensors file, from its first kilobytes; `ModelError` if it is cut short."""
     size = file.stat().st_size
@@ -266,7 +274,11 @@ def _header(file: Path) -> dict[str, tuple[int, ...]]:
         entries.pop("__metadata__", None)
         end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
         shapes = {name: tuple(entry["shape"]) for name, entry in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if wrong := {str(entry["dtype"]) for entry in entries.values()} - _STORED:
+            raise ModelError(f"{file} holds {sorted(wrong)[0]} numbers", f"one of {', '.join(sorted(_STORED))}")
+    except ModelError:
+        raise
+    except (KeyError, TypeError, AttributeError, *NOT_JSON) as error:
         raise ModelError(
             f"{file} is not a safetensors file", "real weights, not a Git LFS pointer", "fetch it again"
         ) from error
@@ -305,7 +317,7 @@ def _sample(path: Path, blocks: int = 64, length: int = 65_536) -> list[bytes]:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, *NOT_JSON) as error:
         raise ModelError(f"{path} cannot be read ({error})", "a JSON file", "fetch the model again") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path} holds a {type(content).__name__}", "a JSON object", "fetch the model again")
@@ -387,9 +399,10 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(checkpoint.folder), local_files_only=True)
-    except (OSError, ValueError, ImportError, KeyError) as error:
+    except Exception as error:  # a wrong file makes the library stumble anywhere: it checks little of what it reads
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(
-            f"{checkpoint.name} has no tokenizer that can be loaded ({str(error).strip().splitlines()[0]})",
+            f"{checkpoint.name} has no tokenizer that can be loaded ({why})",
             "tokenizer.json and tokenizer_config.json",
             "copy them from the original model",
         ) from error

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import ModelError, OptionError
-from .shapes import BYTES_PER_ELEMENT, DUMMIES, dummy_config, head_dim, tensor_shapes
+from .errors import NOT_JSON, ModelError, OptionError
+from .shapes import BYTES_PER_ELEMENT, DUMMIES, check_config, dummy_config, head_dim, tensor_shapes
 
 GB = 1e9  # data sheets count decimal
 DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "fp8": "float8", "int8": "int8"}
@@ -221,8 +221,12 @@ def config_of(name: str) -> Mapping[str, Any]:
         if file.is_file():
             try:
                 document = json.loads(file.read_text("utf-8"))
-                return document[key] if key else document
-            except (ValueError, KeyError) as error:
+                config = document[key] if key else document
+                check_config(name, config)
+                return config
+            except ModelError:
+                raise
+            except (OSError, KeyError, TypeError, AttributeError, *NOT_JSON) as error:
                 raise ModelError(f"{file} cannot be read ({error})", "a model's configuration") from error
     raise ModelError(
         f"{name!r} is no model whose shape is known here",

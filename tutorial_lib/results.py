@@ -21,7 +21,7 @@ from importlib import metadata
 from pathlib import Path, PurePath
 from typing import Any
 
-from .errors import OptionError
+from .errors import NOT_JSON, OptionError
 
 
 @dataclass(frozen=True)
@@ -256,8 +256,9 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
             continue
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise OptionError(f"{path.name} line {number}: not JSON ({error.msg})", "one record per line") from error
+        except NOT_JSON as error:
+            why = error.msg if isinstance(error, json.JSONDecodeError) else error
+            raise OptionError(f"{path.name} line {number}: not JSON ({why})", "one record per line") from error
         if not isinstance(record, dict):
             raise OptionError(f"{path.name} line {number}: found {type(record).__name__}", "one JSON object per line")
         records.append(record)

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import OptionError, PromptError
+from ..errors import NOT_JSON, OptionError, PromptError
 
 BUNDLED = Path(__file__).parent.parent / "data" / "prompts.jsonl"
 
@@ -64,6 +64,8 @@ def _parse(line: str, where: str) -> Prompt:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
         raise PromptError(f"{where}: not JSON ({error.msg}, column {error.colno})", "one JSON object") from error
+    except NOT_JSON as error:
+        raise PromptError(f"{where}: not JSON ({error})", "one JSON object") from error
     if not isinstance(entry, dict):
         raise PromptError(f"{where}: found {type(entry).__name__}", "one JSON object")
     missing = [key for key in ("question_id", "category", "turns") if key not in entry]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import OptionError, WorkbookError
+from ..errors import NOT_JSON, OptionError, WorkbookError
 from ..results import read_records
 
 LARGEST_MB = 64
@@ -56,7 +56,7 @@ def _read(path: Path, name: str) -> RecordFile:
         return RecordFile(name, why_not=f"it is larger than {LARGEST_MB} MB")
     try:
         lines = read_records(path) if path.suffix == ".jsonl" else [json.loads(path.read_text("utf-8"))]
-    except (WorkbookError, OSError, ValueError) as error:
+    except (WorkbookError, OSError, *NOT_JSON) as error:
         return RecordFile(name, why_not=f"it cannot be read: {' '.join(str(error).split())[:200]}")
     records = [record for line in lines for record in flattened(line)]
     return RecordFile(name, tuple(records)) if records else RecordFile(name, why_not="it holds no record")

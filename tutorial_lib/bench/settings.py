@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..drafter_options import DrafterOptions
-from ..errors import ModelError, OptionError
+from ..errors import NOT_JSON, ModelError, OptionError
 from ..results import without_folders, write_record
 
 KIND, FORMAT = "settings", 1
@@ -62,7 +62,7 @@ def read_settings(file: str | Path, target: str, config: Mapping[str, Any] | Non
 def _document(file: Path) -> dict[str, Any]:
     try:
         document = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, *NOT_JSON) as error:
         raise OptionError(f"settings {file} cannot be read ({error})", "a file that workbook tune wrote") from error
     known = {f.name for f in fields(DrafterOptions)}
     is_ours = isinstance(document, dict) and (document.get("kind"), document.get("format")) == (KIND, FORMAT)
