@@ -132,6 +132,22 @@ def status_of(document) -> dict[str, str]:
     return {part["part"]: part["status"] for part in document["parts"]}
 
 
+def test_a_kernel_that_is_asked_for_is_part_of_the_name_and_goes_to_every_build_and_load():
+    bench, asked = Bench(), []
+    build, llm = bench.build, bench.llm
+    bench.build = lambda *args, kernel, **options: asked.append(kernel) or build(*args, **options)
+
+    def load(model, *, backend="torch", **options):
+        asked.append(options.get("kernel") if backend == "torch" else "stream")
+        assert ("kernel" in options) is (backend == "torch")
+        return llm(model, backend=backend, **options)
+
+    bench.llm = load
+    document = bench.run("embedded", kernel="stream")
+    assert document["experiment"] == document["runs"][0]["experiment"] == "embedded, kernel stream"
+    assert set(asked) == {"stream"} and len(asked) > 4
+
+
 # ---- the card -------------------------------------------------------------------------------------------------------
 
 

@@ -433,9 +433,9 @@ def test_build(workbook, monkeypatch, tmp_path):
     for _, _, options in calls:
         options.pop("say")
     defaults = {"backend": "torch", "dtype": "auto", "device": "auto", "max_batch_size": 8, "max_seq_len": None}
-    defaults |= {"max_draft_len": 16, "fp8": None, "overwrite": False}
+    defaults |= {"max_draft_len": 16, "fp8": None, "kernel": "auto", "overwrite": False}
     asked = {"backend": "torch", "dtype": "int8", "device": "cpu", "max_batch_size": 2, "max_seq_len": 128}
-    asked |= {"max_draft_len": 4, "fp8": None, "overwrite": True}
+    asked |= {"max_draft_len": 4, "fp8": None, "kernel": "auto", "overwrite": True}
     assert calls == [("embedded:target", None, defaults), ("dummy:x", tmp_path / "e", asked)]
 
 
@@ -557,6 +557,27 @@ def test_generate_answers_prometheus_only_if_asked(workbook):
     silent, asked = FakeLLM.made
     assert code == 0 and "metrics: http://127.0.0.1:1/metrics" in err
     assert "metrics_port" not in silent.options and asked.options["metrics_port"] == 0
+
+
+def test_bench_takes_a_kernel_where_there_is_a_choice_of_kernels(workbook, refuses, monkeypatch):
+    from tutorial_lib.bench import gpu, measure
+
+    asked = []
+    monkeypatch.setattr(measure, "bench", lambda profile, **_: asked.append(profile.kernel) or {"summary": {}})
+    monkeypatch.setattr(
+        gpu,
+        "run_experiment",
+        lambda experiment, *, kernel, **_: (
+            asked.append(kernel) or {"runs": [1], "experiment": 1, "profile": 1, "parts": 1, "summary": 1}
+        ),
+    )
+    assert workbook("bench", "--profile", "h200", "--kernel", "triton")[0] == 0
+    assert workbook("bench", "--profile", "h200", "--experiment", "70b-1b", "--kernel", "stream")[0] == 0
+    assert workbook("bench", "--profile", "h200")[0] == 0
+    assert asked == ["triton", "stream", "auto"]
+    for profile in ("cpu", "tensorrt_llm", "replay"):
+        assert "--kernel has no effect" in refuses("bench", "--profile", profile, "--kernel", "stream")
+    assert "kernel is 'cuda'" in refuses("bench", "--profile", "h200", "--kernel", "cuda")
 
 
 def test_bench_under_load_passes_its_options_on_and_refuses_them_elsewhere(workbook, refuses, monkeypatch, tmp_path):
@@ -732,6 +753,20 @@ def test_process_tells_that_stdout_is_full():
     assert done.stderr == "error: writing: No space left on device; needed: free space on that disk\n"
 
 
+BUILD = """
+import sys, time
+from tutorial_lib import api, engine_dir
+from tutorial_lib.cli import main
+
+def write(staging):
+    print("building", flush=True)
+    time.sleep(60)
+
+api.build = lambda checkpoint, out, **options: engine_dir.create(sys.argv[1], write)
+main(["build", "dummy:tiny-llama"])
+"""
+
+
 def test_process_ends_with_130_on_ctrl_c():
     process = subprocess.Popen(
         [sys.executable, "-c", SLOW], cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -741,6 +776,20 @@ def test_process_ends_with_130_on_ctrl_c():
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=30)
     assert process.returncode == 130 and err == "\ninterrupted\n"
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_process_that_is_told_to_end_leaves_nothing_half_built(tmp_path, name):
+    process = subprocess.Popen(
+        [sys.executable, "-c", BUILD, str(tmp_path / "engine")], cwd=REPO, stdout=subprocess.PIPE, text=True
+    )
+    with process:
+        assert process.stdout.readline() == "building\n"
+        assert [entry.name for entry in tmp_path.glob(".engine.building-*")]
+        process.send_signal(getattr(signal, name))
+        process.communicate(timeout=30)
+    assert process.returncode == 128 + getattr(signal, name)
+    assert [entry.name for entry in tmp_path.iterdir() if not entry.name.endswith(".lock")] == []
 
 
 # ---- the posts' experiments on TensorRT-LLM -------------------------------------------------------------------------

@@ -43,14 +43,16 @@ def build(
     max_draft_len: int = 16,
     device: str = "auto",
     fp8: Fp8Config | None = None,
+    kernel: str = "auto",
     overwrite: bool = False,
     say: Say = print,
 ) -> Path:
     """Compile a checkpoint into an engine directory and return its path.
 
     backend: "torch" (`engine.build.build_engine`) or "tensorrt_llm" (`backends.trtllm.experiment.build_engine`, its
-    engine flow). fp8: how an engine of dtype "fp8" is made, on the torch backend. Without `output_dir` it goes to
-    the cache and is reused next time. Raises `ModelError`, `OptionError`, `EngineDirError`.
+    engine flow). fp8: how an engine of dtype "fp8" is made; kernel: what is to run it on a GPU ("auto" times both
+    paths, see `engine.stream.choice`); both on the torch backend. Without `output_dir` it goes to the cache and is
+    reused next time. Raises `ModelError`, `OptionError`, `EngineDirError`.
     """
     limits: dict[str, Any] = {
         "max_batch_size": max_batch_size,
@@ -62,6 +64,8 @@ def build(
             raise OptionError(f"device is {device!r}", "'cuda' for TensorRT-LLM", "leave it out")
         if fp8 is not None:
             raise OptionError("FP8 options were given for TensorRT-LLM", "its own quantization", "leave them out")
+        if kernel != "auto":
+            raise OptionError(f"kernel is {kernel!r} for TensorRT-LLM", "its own kernels", "leave it out")
         from .backends.trtllm.experiment import build_engine as build_trtllm
 
         return build_trtllm(checkpoint, output_dir, dtype=dtype, **limits, overwrite=overwrite, say=say)
@@ -77,6 +81,7 @@ def build(
         **limits,
         device=device,
         fp8=fp8,
+        kernel=kernel,
         overwrite=overwrite,
         say=say,
     ).path
@@ -90,10 +95,11 @@ class LLM:
     takes a GPU of compute capability 8.0 or newer, else the CPU. dtype: "auto" is float32 on a CPU, bfloat16 on a GPU.
     max_batch_size and max_seq_len: needed limits; None takes the engine's own, or the defaults of `build`.
     tensor_parallel_size: how many processes (torch, on a CPU) or GPUs (TensorRT-LLM, vLLM) share every matrix of it.
-    simulated_acceptance forces how many drafts are accepted (torch on a GPU, TensorRT-LLM, vLLM); kernels_off (names
-    from `engine.gpu_model.KERNELS`, run as plain torch instead) is the torch backend's own, on a GPU. metrics_port:
-    answer Prometheus on this port of 127.0.0.1 until `close`, see `live_metrics`; 0 takes a free one, see
-    `metrics_url`. Use it as a context manager, or `close()` it, to free its memory. Raises `WorkbookError`s.
+    simulated_acceptance forces how many drafts are accepted (torch on a GPU, TensorRT-LLM, vLLM); kernel ("auto",
+    "stream", "triton": what runs a model's steps, see `engine.stream.choice`) and kernels_off (names from
+    `engine.gpu_model.KERNELS`, run as plain torch instead) are the torch backend's own, on a GPU. metrics_port: answer
+    Prometheus on this port of 127.0.0.1 until `close`, see `live_metrics`; 0 takes a free one, see `metrics_url`. Use
+    it as a context manager, or `close()` it, to free its memory. Raises `WorkbookError`s.
     """
 
     def __init__(
@@ -109,6 +115,7 @@ class LLM:
         device: str = "auto",
         tensor_parallel_size: int = 1,
         simulated_acceptance: SimulatedAcceptance | None = None,
+        kernel: str = "auto",
         kernels_off: Sequence[str] = (),
         metrics_port: int | None = None,
         say: Say = lambda line: None,
@@ -117,10 +124,11 @@ class LLM:
             raise OptionError(f"model is {model!r}"[:200], "a name or a folder", "give for example 'embedded:target'")
         if not isinstance(backend, str) or backend not in BACKENDS:
             raise OptionError(f"backend is {backend!r}", f"one of {', '.join(BACKENDS)}", "choose one of these")
-        own = {"simulated_acceptance": simulated_acceptance, "kernels_off": kernels_off}
+        own: dict[str, Any] = {"simulated_acceptance": simulated_acceptance, "kernels_off": kernels_off}
+        own |= {"kernel": None if kernel == "auto" else kernel}
         own = {name: value for name, value in own.items() if value}
         forces = {"simulated_acceptance"}
-        knows = {"torch": forces | {"kernels_off"}, "tensorrt_llm": forces, "vllm": forces}
+        knows = {"torch": forces | {"kernel", "kernels_off"}, "tensorrt_llm": forces, "vllm": forces}
         if unknown := sorted(set(own) - knows.get(backend, set())):
             raise OptionError(f"{unknown[0]} was given for backend {backend!r}", "backend 'torch'", "leave it out")
         module, name = BACKENDS[backend]

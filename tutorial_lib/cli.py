@@ -12,7 +12,9 @@ import errno
 import json
 import os
 import shlex
+import signal
 import sys
+import threading
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -56,15 +58,30 @@ JsonFile = Annotated[
 ProfileName = Annotated[str, typer.Option(help="How much to run: cpu, h200, tensorrt_llm, replay.")]
 Dtype = Annotated[str, typer.Option(help="CPU: float32 (auto), bfloat16, int8. GPU: bfloat16 (auto), fp8.")]
 Device = Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu, cuda.")]
+Kernel = Annotated[
+    str, typer.Option(help="GPU: auto (the faster, as measured at the build), stream (the whole-step kernel), triton.")
+]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The console script. Always ends the process, with 0, 1 (it did not work out), 2 (a mistake) or 130 (Ctrl-C)."""
+    """The console script. Always ends the process, with 0, 1 (it did not work out), 2 (a mistake), 130 (Ctrl-C) or 128
+    and the number of the signal that ended it."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its warnings would stand beside our one line
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:  # nohup has it ignored, and so it stays
+                signal.signal(number, _end)
     sys.exit(_run(argv))
+
+
+def _end(number: int, frame: Any) -> None:
+    """A command that is told to end (by a time limit, a container, a closed terminal) puts away what is half done, as
+    after Ctrl-C; told again, it ends at once."""
+    signal.signal(number, signal.SIG_DFL)
+    raise SystemExit(128 + number)
 
 
 def _run(argv: Sequence[str] | None) -> int:
@@ -154,6 +171,7 @@ def build(
         str | None, typer.Option(help="fp8: calibrated (the default) or dynamic.", show_default=False)
     ] = None,
     fp8_head: Annotated[bool, typer.Option("--fp8-head", help="fp8: the output head too.")] = False,
+    kernel: Kernel = "auto",
     calib_size: Annotated[
         int | None, typer.Option(metavar="N", help="fp8: bundled prompts to calibrate on; default 64.")
     ] = None,
@@ -182,6 +200,7 @@ def build(
         max_seq_len=max_seq_len,
         max_draft_len=max_draft_len,
         fp8=Fp8Config(**asked) if asked else None,
+        kernel=kernel,
         overwrite=overwrite,
         say=_say,
     )
@@ -282,6 +301,7 @@ def generate(
     tensor_parallel_size: Annotated[
         int, typer.Option(metavar="N", help="Processes (CPU) or GPUs that share the target, each with a slice of it.")
     ] = 1,
+    kernel: Kernel = "auto",
     metrics_port: Annotated[
         int | None, typer.Option(metavar="P", help="Meanwhile answer Prometheus on this port of 127.0.0.1; 0: any.")
     ] = None,
@@ -306,6 +326,8 @@ def generate(
     from .bench import metrics
 
     options: dict[str, Any] = {"backend": backend, "speculative_config": speculative, "dtype": dtype, "device": device}
+    if kernel != "auto":
+        options["kernel"] = kernel
     if metrics_port is not None:
         options["metrics_port"] = metrics_port
     with LLM(target, **options, tensor_parallel_size=tensor_parallel_size, say=_say) as llm:
@@ -417,6 +439,7 @@ def bench(
     dtype: Annotated[
         str | None, typer.Option(help="CPU: float32, bfloat16, int8. GPU: bfloat16, fp8. Default: the profile's.")
     ] = None,
+    kernel: Kernel = "auto",
     settings: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The drafter that workbook tune --out wrote, beside plain.")
     ] = None,
@@ -472,6 +495,7 @@ def bench(
 ) -> None:
     """Measure plain and speculative decoding side by side; or an experiment, whose last line is a JSON document."""
     from . import config
+    from .engine.stream.choice import check_kernel
 
     chosen = config.profile(profile)
     options: dict[str, Any] = {}
@@ -489,6 +513,11 @@ def bench(
         _refuse_given({"--settings": settings}, "with --experiment")
     if experiment != "load":
         _refuse_given(of_load, "without --experiment load")
+    if kernel != "auto":
+        check_kernel(kernel)
+        if chosen.backend != "torch" or chosen.device != "cuda":
+            _refuse_given({"--kernel": kernel}, f"with --profile {chosen.name}: it chooses between kernels of a GPU")
+        chosen = replace(chosen, kernel=kernel)
     if experiment is not None and chosen.backend == "tensorrt_llm":
         _refuse_given(given | {"--budget-s": budget_s}, "with an experiment of TensorRT-LLM")
         _bench_trtllm(experiment, json_file, repeats, dry_run, tensorrt_llm_version, flow, method, nodes or 1)
@@ -654,6 +683,7 @@ def _bench_experiment(profile: Profile, experiment: str, json_file: str | None, 
         budget_s=budget_s,
         profile=profile.name,
         command=_command(),
+        kernel=profile.kernel,
         say=lambda line: _say(line, out),
     )
     shown = ("experiment", "profile", "parts", "summary")

@@ -457,6 +457,7 @@ class Profile:
     prompts_per_category: int
     repeats: int
     device: str = "auto"
+    kernel: str = "auto"
     is_replay: bool = False
     extra: Mapping[str, str] = field(default_factory=dict)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from ..engine.engine import Engine, RequestStream
 from ..engine.model import ModelConfig
 from ..engine.parallel import ParallelModel, Ranks, check_split, load_rank
 from ..engine.reference import PAGE
+from ..engine.stream.choice import check_kernel
 from ..engine_dir import EngineInfo, is_engine_dir, open_engine, require
 from ..errors import OptionError
 from ..models import Checkpoint, check_pair, load_tokenizer, resolve
@@ -57,10 +59,12 @@ class TorchBackend:
         device: str = "auto",
         tensor_parallel_size: int = 1,
         simulated_acceptance: SimulatedAcceptance | None = None,
+        kernel: str = "auto",
         kernels_off: Sequence[str] = (),
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.device = choose_device(device)
+        check_kernel(kernel, self.device)
         _refuse_unsupported(speculative_config, kv_cache_config, tensor_parallel_size, self.device)
         if self.device == "cpu" and (simulated_acceptance is not None or kernels_off):
             name = "kernels_off" if kernels_off else "simulated_acceptance"
@@ -73,7 +77,7 @@ class TorchBackend:
             "max_seq_len": max_seq_len,
             "say": say,
         }
-        self._build["device"] = self.device
+        self._build |= {"device": self.device, "kernel": kernel}
         target = self._open(model)
         check_split(ModelConfig.from_hf(target.model_config), tensor_parallel_size)
         if speculative_config is not None:
@@ -86,8 +90,9 @@ class TorchBackend:
         start = time.perf_counter()
         self.tokenizer = load_tokenizer(as_checkpoint(target))
         self.engine: Engine | ParallelEngine | None = None
+        kernels: dict[str, Any] = {}
         if self.device == "cuda":
-            self.engine = _assemble_gpu(
+            self.engine, kernels = _assemble_gpu(
                 target,
                 drafter,
                 head,
@@ -95,7 +100,9 @@ class TorchBackend:
                 self.tokenizer,
                 kv_cache_config,
                 simulated_acceptance,
+                kernel,
                 kernels_off,
+                say,
             )
         elif tensor_parallel_size > 1:
             self.engine = ParallelEngine(
@@ -118,6 +125,7 @@ class TorchBackend:
             "max_draft_len": self._draft_len,
             "limits": dict(target.manifest["limits"]),
             "tactics": target.tactics,
+            "kernels": kernels,
             "build_s": target.manifest["build"]["seconds"] + (drafter.manifest["build"]["seconds"] if drafter else 0.0),
             "load_s": round(time.perf_counter() - start, 3),
             "engine_bytes": target.total_bytes,
@@ -198,6 +206,7 @@ class TorchBackend:
             max_seq_len=min(target.max_seq_len, own),
             max_draft_len=target.max_draft_len,
             device=self.device,
+            kernel=self._build["kernel"],
             say=self._build["say"],
         )
         return open_engine(info.path, backend="torch", arch=self._arch)
@@ -284,14 +293,18 @@ def _assemble_gpu(
     tokenizer: Any,
     kv: KvCacheConfig | None,
     simulated: SimulatedAcceptance | None,
+    kernel: str,
     kernels_off: Sequence[str],
-) -> Engine:
+    say: Callable[[str], None],
+) -> tuple[Engine, dict[str, Any]]:
+    """The engine, and for each of its models which kernel runs it, why, and what the compiler said of it."""
     from ..drafters.lookahead import LookaheadDrafter
     from ..engine.drafting import ModelDrafting, OpenTree
     from ..engine.gpu_build import load_gpu_model, page_count
     from ..engine.gpu_engine import GpuEngine
     from ..engine.gpu_model import MAX_STEP_ROWS, Ops, compile_steps
     from ..engine.paged_cache import ring_positions
+    from ..engine.stream.host import Loader
 
     is_fp8_cache = kv is not None and kv.dtype == "fp8"
     for info in (target, drafter):
@@ -313,9 +326,10 @@ def _assemble_gpu(
     windows = [ModelConfig.from_hf(i.model_config).sliding_window for i in (target, drafter) if i is not None]
     pages = page_count(target, k, None if head is not None else ring_positions(windows), kv.max_tokens if kv else None)
     options: dict[str, Any] = {"max_draft_len": k, "pages": pages, "kv_dtype": kv_dtype, "ops": ops}
-    model, _ = load_gpu_model(target, **options)
+    loader = Loader(kernel, config, k + 1, kernels_off, say)
+    model, _ = loader.load(target, "target", partial(load_gpu_model, target, **options))
     if drafter is not None:
-        drafting: Any = ModelDrafting(*load_gpu_model(drafter, **options))
+        drafting: Any = ModelDrafting(*loader.load(drafter, "drafter", partial(load_gpu_model, drafter, **options)))
     else:
         drafting = make_drafting(config, model, target.eos_token_ids, head, target.max_batch_size)
     is_on_host = isinstance(config, ON_HOST)
@@ -327,7 +341,7 @@ def _assemble_gpu(
     schedule = config.draft_len_schedule if config else None
     if config and schedule:  # a full K is all rows of a tree
         schedule = {size: k if length == config.max_draft_len else length for size, length in schedule.items()}
-    return GpuEngine(
+    engine = GpuEngine(
         model,
         tokenizer,
         target.eos_token_ids,
@@ -341,6 +355,7 @@ def _assemble_gpu(
         kv_cache_config=kv,
         simulated_acceptance=simulated,
     )
+    return engine, loader.chosen
 
 
 def _drafter_name(config: DecodingBaseConfig | None, drafter: EngineInfo | None, head: Checkpoint | None) -> str | None:

@@ -9,7 +9,7 @@ the other.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -85,13 +85,15 @@ def run_experiment(
     budget_s: float | None = None,
     profile: str = "h200",
     command: str = "",
+    kernel: str = "auto",
     say: Say = print,
     tools: Tools | None = None,
 ) -> Record:
     """Run it and return {"experiment", "profile", "runs", "records", "parts", "summary", "definitions"}.
 
     json_file: rewritten after every part, as one JSON document, or if its name ends in .jsonl as one record a line,
-    the summary last. budget_s: parts that would end later are left out. Raises `OptionError` where there is no GPU.
+    the summary last. budget_s: parts that would end later are left out. kernel: what is to run the models, as `LLM`
+    takes it; one that is asked for by name is part of the experiment's. Raises `OptionError` where there is no GPU.
     """
     if isinstance(experiment, str):
         experiment = experiment_named(experiment)
@@ -105,7 +107,9 @@ def run_experiment(
     from .gpu_formats import run_formats
 
     of_real_weights = run_formats if experiment.is_about_formats else run_embedded
-    run = Run(experiment, tools, say, json_file, budget_s, profile, command)
+    if kernel != "auto":
+        experiment = replace(experiment, name=f"{experiment.name}, kernel {kernel}")
+    run = Run(experiment, tools, say, json_file, budget_s, profile, command, kernel)
     with TemporaryDirectory() as folder:
         (run_forced if experiment.is_simulated else of_real_weights)(run, Path(folder))
     run.write()

@@ -97,7 +97,7 @@ def build(run: Run, folder: Path, role: str, dtype: str, seconds: float) -> Path
         start = run.elapsed_s
         path = run.tools.build(
             name, folder / f"{role}-{dtype}", dtype=dtype, device="cuda", max_batch_size=1, max_seq_len=length,
-            max_draft_len=draft_len, say=run.say,
+            max_draft_len=draft_len, kernel=run.kernel, say=run.say,
         )  # fmt: skip
         took = run.elapsed_s - start
         free_gpu_memory()
@@ -105,6 +105,7 @@ def build(run: Run, folder: Path, role: str, dtype: str, seconds: float) -> Path
         run.add(
             "build", of=role, model=name, dtype=dtype, build_s=took, steps=facts["build"]["steps"],
             limits=facts["limits"], tactics=facts["tactics"], products=facts["build"].get("timings"),
+            whole_step=facts["build"].get("stream"),
         )  # fmt: skip
         key = "build_s" if (role, dtype) == ("target", e.dtype) else f"build_{role}_{dtype}_s"
         run.summary[key] = took
@@ -117,12 +118,14 @@ def build(run: Run, folder: Path, role: str, dtype: str, seconds: float) -> Path
 def load(run: Run, key: str, prompt_ids: Callable[[Any], list[int]], model: str, **options: Any) -> Any:
     """An `LLM` that has made one token; the seconds until then go into the summary as `key`, unless that is ""."""
     start = run.elapsed_s
-    llm = run.tools.llm(model, device="cuda", **options)
+    own = {} if "backend" in options else {"kernel": run.kernel}
+    llm = run.tools.llm(model, device="cuda", **own, **options)
     try:
         llm.generate(prompt_ids(llm), SamplingParams(max_tokens=1))
     except BaseException:
         llm.close()
         raise
+    run.summary.setdefault("kernels", {}).update(llm.info.get("kernels") or {})
     if key:
         run.summary[key] = run.elapsed_s - start
         run.say(f"{key} {run.summary[key]:.1f}: engine directory to first token")

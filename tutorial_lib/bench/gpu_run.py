@@ -99,6 +99,7 @@ class Run:
     budget_s: float | None = None
     profile: str = "h200"
     command: str = ""
+    kernel: str = "auto"
     summary: Record = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)
     parts: list[Record] = field(default_factory=list)

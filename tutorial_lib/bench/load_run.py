@@ -241,6 +241,7 @@ def _open(
         kv_cache_config=None if s.kv_tokens is None else KvCacheConfig(max_tokens=s.kv_tokens),
         dtype=s.dtype,
         device=profile.device,
+        kernel=profile.kernel,
         simulated_acceptance=forced,
         **sizes,
     )
@@ -282,6 +283,7 @@ def _record(llm: Any, about: Record, outcome: Outcome, s: Settings, profile: Pro
         "drafter": without_folders([info["drafter"]]) if info.get("drafter") else None,
         "dtype": info["dtype"],
         "device": info["device"],
+        **({"kernels": info["kernels"]} if info.get("kernels") else {}),
         "profile": profile.name,
         "max_draft_len": s.max_draft_len if config else 0,
         "options": options_of(config),

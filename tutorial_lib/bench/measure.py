@@ -310,6 +310,7 @@ def _record(
         "drafter": without_folders([info["drafter"]]) if info.get("drafter") else None,
         "dtype": info["dtype"],
         "device": info["device"],
+        **({"kernels": info["kernels"]} if info.get("kernels") else {}),
         "profile": shared["profile"],
         "max_draft_len": info.get("max_draft_len", 0) if is_speculative else 0,
         "batch_size": batch_size,
@@ -510,7 +511,11 @@ def _make_llm(name: str, profile: Profile) -> Measurable:
     elif name not in (PLAIN, TRANSFORMERS):
         raise OptionError(f"method {name!r} is unknown", "plain, draft_target or ngram")
     backend = TRANSFORMERS if name == TRANSFORMERS else profile.backend
-    return LLM(profile.target, backend=backend, speculative_config=config, dtype=profile.dtype, device=profile.device)
+    kernel = "auto" if backend == TRANSFORMERS else profile.kernel
+    return LLM(
+        profile.target, backend=backend, speculative_config=config, dtype=profile.dtype, device=profile.device,
+        kernel=kernel,
+    )  # fmt: skip
 
 
 class Calibration:

@@ -254,6 +254,7 @@ def _make_llm(name: str, config: DecodingBaseConfig | None, profile: Profile) ->
         speculative_config=config,
         dtype=profile.dtype,
         device=profile.device,
+        kernel=profile.kernel,
     )
 
 

@@ -25,6 +25,7 @@ from ..errors import OptionError
 from ..models import Checkpoint, cache_dir, load_tokenizer
 from .linear import choose_kernels, make_int8_linear, make_linear, quantize_int8
 from .model import Model, ModelConfig, pack
+from .stream.choice import check_kernel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.float32}  # CPU form -> activations
 GPU_DTYPES = ("bfloat16", "fp8")
@@ -91,17 +92,21 @@ def build_engine(
     max_draft_len: int = 16,
     device: str = "auto",
     fp8: Fp8Config | None = None,
+    kernel: str = "auto",
     overwrite: bool = False,
     say: Say = print,
 ) -> EngineInfo:
     """Build `output_dir` (default: a folder of the cache named by everything that matters, reused if it is there).
 
     dtype: on a CPU "float32" (exact; what "auto" means there), "bfloat16", or "int8" (weight-only, products
-    in bfloat16); on a GPU "bfloat16" ("auto") or "fp8" (weights and activations, as `fp8` says). max_seq_len: prompt
-    and output together, None for the smaller of 2048 and the model's own limit. Raises `OptionError` for a limit that
+    in bfloat16); on a GPU "bfloat16" ("auto") or "fp8" (weights and activations, as `fp8` says). kernel, on a GPU:
+    "triton" prepares that path alone; "auto" also the whole-step kernel where it fits the model, and times both;
+    "stream" insists on it. max_seq_len: prompt and output together, None for the smaller of 2048 and the model's own
+    limit. Raises `OptionError` for a limit that
     the model does not have, `EngineDirError` for an output directory that cannot be used.
     """
     device = choose_device(device)
+    check_kernel(kernel, device)
     dtype, arch = choose_dtype(dtype, device), machine_arch(device)
     config = ModelConfig.from_hf(checkpoint.config)
     limits = {
@@ -114,6 +119,8 @@ def build_engine(
     made_how = asdict(fp8 or Fp8Config()) if dtype == "fp8" else None
     wanted: dict[str, Any] = {"checkpoint_fingerprint": checkpoint.fingerprint(), "dtype": dtype, "fp8": made_how}
     wanted |= {"limits": limits, "arch": arch}
+    if device == "cuda":
+        wanted["kernel"] = kernel
     if output_dir is None:
         output_dir = cache_dir() / "engines" / _cache_name(checkpoint.name, wanted)
 
@@ -122,11 +129,11 @@ def build_engine(
         if device == "cuda":
             from .gpu_build import write_engine
 
-            made = write_engine(staging, checkpoint, config, dtype, fp8 or Fp8Config(), say)
+            made = write_engine(staging, checkpoint, config, dtype, fp8 or Fp8Config(), kernel, say)
         else:
             made = _write(staging, checkpoint, config, dtype, say)
         load_tokenizer(checkpoint).save_pretrained(staging)
-        return _manifest(checkpoint, dtype, arch, limits, made_how, made)
+        return _manifest(checkpoint, dtype, arch, limits, made_how, wanted.get("kernel"), made)
 
     return create(output_dir, write, overwrite=overwrite, wanted=wanted, say=say)
 
@@ -192,6 +199,7 @@ def _manifest(
     arch: str,
     limits: Mapping[str, int],
     fp8: Mapping[str, Any] | None,
+    kernel: str | None,
     made: Mapping[str, Any],
 ) -> dict[str, Any]:
     steps = made["steps"]
@@ -203,13 +211,14 @@ def _manifest(
         "dtype": dtype,
         "fp8": fp8,
         "arch": arch,
+        **({} if kernel is None else {"kernel": kernel}),
         "limits": dict(limits),
         "eos_token_ids": sorted(checkpoint.eos_token_ids()),
         "tactics": made["tactics"],
         "build": {
             "seconds": round(sum(steps.values()), 3),
             "steps": steps,
-            "command": _command(checkpoint.name, dtype, arch, limits, fp8),
+            "command": _command(checkpoint.name, dtype, arch, limits, fp8, kernel),
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
             **{name: value for name, value in made.items() if name not in ("tactics", "steps")},
@@ -217,8 +226,12 @@ def _manifest(
     }
 
 
-def _command(name: str, dtype: str, arch: str, limits: Mapping[str, int], fp8: Mapping[str, Any] | None) -> str:
-    given = {**limits, **{key: value for key, value in (fp8 or {}).items() if key != "quantize_head"}}
+def _command(
+    name: str, dtype: str, arch: str, limits: Mapping[str, int], fp8: Mapping[str, Any] | None, kernel: str | None
+) -> str:
+    given: dict[str, Any] = {**limits, **{key: value for key, value in (fp8 or {}).items() if key != "quantize_head"}}
+    if kernel not in (None, "auto"):
+        given["kernel"] = kernel
     options = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in given.items())
     options += " --fp8-head" if fp8 and fp8["quantize_head"] else ""
     return f"workbook build {name} --device {'cpu' if arch.startswith('cpu') else 'cuda'} --dtype {dtype} {options}"

@@ -376,10 +376,11 @@ def write_engine(
     config: ModelConfig,
     dtype: str,
     fp8: Fp8Config,
+    kernel: str,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """The GPU part of `build_engine`: weights into `staging` (none for a dummy: they are made again at load), and what
-    the manifest keeps: tactics, timings, calibration, seconds of each step."""
+    """The GPU part of `build_engine`: weights into `staging` (none for a dummy: they are made again at load), the
+    whole-step kernel beside them, and what the manifest keeps: tactics, timings, calibration, seconds of each step."""
     from .build import WEIGHTS, Laps
 
     lap = Laps()
@@ -395,8 +396,16 @@ def write_engine(
         stored = packed if head_ids is None else {**packed, "head_ids": head_ids}
         save_file({name: t.cpu().contiguous() for name, t in stored.items()}, staging / WEIGHTS)
         lap("write")
+    stream = {}
+    if kernel != "triton":
+        from .stream.host import prepare
+
+        del model
+        stream = {"stream": prepare(staging, config, packed, tactics, kernel, say)}
+        lap("whole-step kernel")
     return {
         "tactics": tactics,
+        **stream,
         "timings": timings,
         "calibration": {"texts": fp8.calib_size, "scales": scales} if scales else {},
         "is_dummy": checkpoint.is_dummy,

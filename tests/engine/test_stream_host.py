@@ -1,0 +1,150 @@
+"""The whole-step kernel at build and at load, on a pretended Hopper: what is prepared, measured, chosen and told."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from gpu_models import PLAIN, gpu_model, packed_dummy
+from stream_stand_ins import PlainSteps
+
+from tutorial_lib.config import DraftTargetDecodingConfig, EagleDecodingConfig
+from tutorial_lib.engine.gpu_model import GpuModel, Ops
+from tutorial_lib.engine.stream import host
+from tutorial_lib.engine.stream.choice import found_at_build
+from tutorial_lib.engine.stream.launch import StreamError
+from tutorial_lib.engine.stream.model import StreamModel
+from tutorial_lib.errors import OptionError
+
+NAME = "dummy:tiny-llama?seed=5"
+UNFIT = OptionError("the model has heads of 80", "64 or 128")
+FASTER = found_at_build({1: {"stream": 1.0, "triton": 2.0}})
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A GPU of capability 9.0, on which a stand-in serves as the kernel; returns what it was opened with."""
+    opened = []
+
+    def open_steps(model, **options):
+        opened.append(options)
+        steps = PlainSteps(model)
+        steps.report = {"kernels": [{"compiler": "nvrtc 13.0"}]}
+        return steps
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(host, "open_steps", open_steps)
+    monkeypatch.setattr(Ops, "make", lambda **_: PLAIN)
+    monkeypatch.setattr(host, "captured", lambda run: run)
+    monkeypatch.setattr(host, "seconds_of", lambda run, repeats: [run() or 0.008] * repeats)
+    return opened
+
+
+def info(tmp_path, **stream):
+    return SimpleNamespace(path=tmp_path, manifest={"build": {"stream": stream} if stream else {}})
+
+
+def load():
+    return gpu_model(NAME), None
+
+
+def refuse(monkeypatch, error=UNFIT):
+    def open_steps(model, **options):
+        raise error
+
+    monkeypatch.setattr(host, "open_steps", open_steps)
+
+
+def test_a_build_times_both_and_keeps_times_and_reports(hopper, tmp_path):
+    config, packed = packed_dummy(NAME)
+    said = []
+    found = host.prepare(tmp_path, config, packed, {}, "auto", said.append)
+    assert found["ms"] == {rows: {"triton": 2.0, "stream": 2.0} for rows in ("1", "8", "16")}
+    assert found["kernels"] == [{"compiler": "nvrtc 13.0"}]
+    assert hopper == [{"folder": None, "store": tmp_path / "stream", "in_place": True, "say": said.append}]
+    assert "1: 2.000 and 2.000" in said[-1]
+
+
+def test_a_build_keeps_why_it_does_not_fit_and_refuses_only_if_it_was_asked_for(hopper, monkeypatch, tmp_path):
+    refuse(monkeypatch)
+    config, packed = packed_dummy(NAME)
+    said = []
+    assert host.prepare(tmp_path, config, packed, {}, "auto", said.append) == {
+        "unfit": "the model has heads of 80, needed: 64 or 128"
+    }
+    assert len(said) == 1 and "heads of 80" in said[0]
+    with pytest.raises(OptionError, match="heads of 80"):
+        host.prepare(tmp_path, config, packed, {}, "stream", said.append)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
+    assert "8.9" in host.prepare(tmp_path, config, packed, {}, "auto", said.append)["unfit"]
+
+
+def test_a_kernel_that_gives_up_while_it_is_timed_does_not_fit(hopper, monkeypatch, tmp_path):
+    monkeypatch.setattr(host, "open_steps", lambda model, **_: PlainSteps(model, fails_at=0))
+    config, packed = packed_dummy(NAME)
+    assert "gave up: phase 3" in host.prepare(tmp_path, config, packed, {}, "auto", lambda line: None)["unfit"]
+
+
+def test_what_a_defect_of_ours_raises_is_not_hidden_as_unfit(hopper, monkeypatch, tmp_path):
+    refuse(monkeypatch, RuntimeError("cuLaunchKernelEx failed"))
+    with pytest.raises(RuntimeError, match="cuLaunchKernelEx"):
+        host.prepare(tmp_path, *packed_dummy(NAME), {}, "auto", lambda line: None)
+
+
+def test_target_and_drafter_are_each_chosen_for_and_told(hopper, tmp_path):
+    said = []
+    loader = host.Loader(
+        "auto", DraftTargetDecodingConfig(max_draft_len=4, speculative_model_dir="x"), 5, (), said.append
+    )
+    target, _ = loader.load(info(tmp_path, **FASTER), "target", load)
+    drafter, _ = loader.load(info(tmp_path, unfit="the model has heads of 80"), "drafter", load)
+    assert isinstance(target, StreamModel) and type(drafter) is GpuModel
+    assert loader.chosen["target"]["kernel"] == "stream" and loader.chosen["target"]["kernels"]
+    assert loader.chosen["drafter"] == {"kernel": "triton", "why": "the model has heads of 80"}
+    assert [line.split(",")[0] for line in said] == ["kernel of the target: stream", "kernel of the drafter: triton"]
+    assert hopper[0]["folder"] == tmp_path / "stream"
+
+
+def test_asked_for_by_name_nothing_is_switched_silently(hopper, tmp_path):
+    eagle = EagleDecodingConfig(speculative_model="x", max_draft_len=4)
+    loads = []
+
+    def counted():
+        loads.append(1)
+        return load()
+
+    for config, rows, off, words in (
+        (eagle, 5, (), "hidden states"),
+        (None, 17, (), "17 rows"),
+        (None, 1, ("attention",), "attention"),
+    ):
+        with pytest.raises(OptionError, match=words):
+            host.Loader("stream", config, rows, off, print).load(info(tmp_path, **FASTER), "target", counted)
+    assert loads == [], "refused before anything is loaded"
+    said = []
+    model, _ = host.Loader("triton", None, 1, (), said.append).load(info(tmp_path, **FASTER), "target", load)
+    assert type(model) is GpuModel and said == []
+    assert isinstance(host.Loader("stream", None, 1, (), print).load(info(tmp_path), "target", load)[0], StreamModel)
+
+
+def test_a_kernel_that_does_not_load_after_all_is_an_error_and_no_switch(hopper, monkeypatch, tmp_path):
+    refuse(monkeypatch, StreamError("132 processors hold 0 blocks each", "all of its 128 blocks at once"))
+    with pytest.raises(StreamError, match="0 blocks"):
+        host.Loader("auto", None, 1, (), print).load(info(tmp_path, **FASTER), "target", load)
+
+
+def test_weights_are_kept_twice_where_there_is_room(monkeypatch):
+    model = gpu_model(NAME)
+    layer = model.layers[0]
+    each = sum(w.data.numel() for w in (layer.qkv, layer.o, layer.gate_up, layer.down)) * 2
+    assert host.weight_bytes(model) == each * len(model.layers) + model.head.data.numel() * 2
+    assert host.has_room_for_both(model), "without a GPU there is nothing to run out of"
+    fake = SimpleNamespace(device=torch.device("cuda"), layers=model.layers, head=model.head)
+    need = host.weight_bytes(model) + host.SPARE_BYTES
+    for free, held, used, expected in ((need, 0, 0, True), (need - 1, 0, 0, False), (need - 100, 300, 200, True)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 2 * need))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device, held=held: held)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device, used=used: used)
+        assert host.has_room_for_both(fake) is expected
