@@ -85,6 +85,10 @@ def test_users_file_in_spec_bench_form(tmp_path):
         ('{"question_id": 2, "category": "c", "turns": []}', "turns is []"),
         ('{"question_id": 2, "category": "c", "turns": ["x", "  "]}', "turns holds '  '"),
         ('{"question_id": 1, "category": "c", "turns": ["x"]}', "was used in line 1"),
+        ('{"question_id": 2, "category": "c", "turns": ["\\ud800"]}', "half a character"),
+        ('{"question_id": 2, "category": "\\udc80", "turns": ["x"]}', "half a character"),
+        ('{"question_id": ' + "9" * 5000 + "}", "not JSON"),
+        ("[" * 100_000, "not JSON"),
     ],
 )
 def test_errors_name_the_line(tmp_path, line, said):

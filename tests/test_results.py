@@ -50,6 +50,21 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["runs.jsonl"]
 
 
+def test_half_a_character_is_written_as_its_escape(tmp_path):
+    """A file name that is no UTF-8 reaches us so; a long measurement must not be lost over it."""
+    record = {"command": "workbook bench --prompts \udc80.jsonl 漢"}
+    write_record(tmp_path / "r.jsonl", record)
+    write_record(tmp_path / "r.jsonl", record)
+    assert read_records(tmp_path / "r.jsonl") == [record, record]
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, '{"x": ' + "9" * 5000 + "}"], ids=["deep", "long number"])
+def test_what_the_json_reader_gives_up_on_is_told_with_its_line(tmp_path, line):
+    (tmp_path / "r.jsonl").write_text("{}\n" + line)
+    with pytest.raises(OptionError, match="line 2: not JSON"):
+        read_records(tmp_path / "r.jsonl")
+
+
 def test_a_line_cut_off_elsewhere_does_not_swallow_the_next(tmp_path):
     path = tmp_path / "runs.jsonl"
     path.write_text('{"a": 1}')

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from dataclasses import dataclass, replace
 
 import pytest
@@ -303,6 +304,21 @@ def test_a_file_that_holds_no_settings_is_refused(tmp_path, text):
         read_settings(file, "mine", CONFIG)
     with pytest.raises(OptionError, match="cannot be read"):
         read_settings(tmp_path / "none.json", "mine", CONFIG)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"drafter": 5}, {"drafter": []}, {"drafter": None}, {"max_draft_len": "4"}, {"max_draft_len": True}, {"tree": {}}],
+    ids=str,
+)
+def test_options_of_a_wrong_kind_in_a_settings_file_are_refused(tmp_path, options):
+    file = tmp_path / "best.json"
+    write_settings(file, DrafterOptions("ngram", 3), "mine", CONFIG, {})
+    document = json.loads(file.read_text())
+    file.write_text(json.dumps(document | {"options": document["options"] | options}))
+    ((name, value),) = options.items()
+    with pytest.raises(OptionError, match=re.escape(f"has {name} {value!r}; needed: ")):
+        read_settings(file, "mine", CONFIG)
 
 
 def run(*argv: str) -> int:

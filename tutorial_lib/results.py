@@ -219,7 +219,8 @@ def write_records(path: str | Path, records: Sequence[Mapping[str, Any]], *, app
             before += "\n"
         handle, staging = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
+            # Half a character, as in a file name that is no UTF-8, is written as JSON's escape of it: "\\udc80".
+            with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(before + lines)
                 file.flush()
                 os.fsync(file.fileno())

@@ -81,6 +81,9 @@ def _parse(line: str, where: str) -> Prompt:
     for turn in turns:
         if not isinstance(turn, str) or not turn.strip():
             raise PromptError(f"{where}: turns holds {turn!r}", "non-empty strings only")
+    for text in (str(question_id), category, *turns):
+        if any("\ud800" <= char <= "\udfff" for char in text):
+            raise PromptError(f"{where}: {text!r} holds half a character"[:300], "valid Unicode text", "mend the line")
     return Prompt(str(question_id), category, tuple(turns))
 
 

@@ -18,6 +18,11 @@ from ..errors import NOT_JSON, ModelError, OptionError
 from ..results import without_folders, write_record
 
 KIND, FORMAT = "settings", 1
+_KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {  # of the options that are no text
+    "max_draft_len": (int, "a whole number"),
+    "ngram_size": (int, "a whole number"),
+    "confidence_threshold": ((int, float), "a number"),
+}
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,10 @@ def _document(file: Path) -> dict[str, Any]:
     is_ours = isinstance(document, dict) and (document.get("kind"), document.get("format")) == (KIND, FORMAT)
     if not is_ours or not isinstance(document.get("options"), dict) or not set(document["options"]) <= known:
         raise OptionError(f"{file} holds no settings of this version", "a file that workbook tune --out wrote")
+    for name, value in document["options"].items():
+        kind, words = _KINDS.get(name, (str, "text"))
+        if isinstance(value, bool) or not isinstance(value, kind):
+            raise OptionError(f"{file} has {name} {value!r}"[:300], words, "run workbook tune again")
     if not {"target", "shape_sha256"} <= set(document):
         raise OptionError(f"{file} does not say for which target it is", "a file that workbook tune --out wrote")
     return document
