@@ -156,6 +156,25 @@ def test_bad_options_are_refused_first(notebook: Path, tmp_path: Path, options: 
         run([notebook], notebook.parent)
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["", "\0", "[]", "null", "[" * 100_000, '{"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": 5}'],
+    ids=["empty", "nul", "list", "null", "deep", "cells"],
+)
+def test_a_file_that_is_no_notebook_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "x.ipynb").write_text(text)
+    with pytest.raises(OptionError, match="x.ipynb is no notebook") as caught:
+        runner.run_notebooks([tmp_path / "x.ipynb"], out_dir=tmp_path / "out")
+    assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_refused(notebook: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(OptionError, match="cannot be made"):
+            runner.run_notebooks([notebook], out_dir=out)
+
+
 def test_names_may_be_paths_stems_or_numbers(notebook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_notebook(tmp_path / "notebooks", "00_first")
     monkeypatch.setattr(runner, "notebooks_dir", lambda: tmp_path / "notebooks")

@@ -105,7 +105,10 @@ def run_notebooks(
     if any(notebook.parent == out for notebook in notebooks):
         raise OptionError(f"{out} holds the notebooks themselves", "another folder", "choose another --out")
     values = check_parameters(notebooks, profile, parameters or {}, say)
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError(f"{out} cannot be made ({error.strerror})", "a folder", "choose another --out") from error
     say(f"{len(notebooks)} notebook(s), profile {profile}, at most {timeout_s:.0f} s each, into {out}")
 
     summary = RunSummary(out)
@@ -207,8 +210,12 @@ def declared_parameters(notebook: Path) -> dict[str, Parameter]:
     and loses a parameter whose comment or string holds a second `=`."""
     import nbformat
 
-    cells = nbformat.read(notebook, as_version=4).cells
-    source = next((cell.source for cell in cells if "parameters" in cell.metadata.get("tags", [])), "")
+    try:
+        cells = nbformat.read(notebook, as_version=4).cells
+        source = next((cell.source for cell in cells if "parameters" in cell.metadata.get("tags", [])), "")
+    except Exception as error:  # nbformat checks little of what it reads, and has an error of its own for each of that
+        why = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
+        raise OptionError(f"{notebook.name} is no notebook ({why})", "a file that Jupyter wrote") from error
     try:
         tree = ast.parse(source)
     except SyntaxError as error:
