@@ -49,8 +49,8 @@ def html_page(title: str, main: str, *, style: str, has_figures: bool) -> str:
 
 
 def figure_html(spec: Mapping[str, Any], name: str) -> str:
-    """A figure (plotly's JSON, read) in a page: title and line below it as text, which wraps on a phone; the rest for
-    plotly.js, in the margin they left. name: no other figure of the page has it."""
+    """A figure (plotly's JSON, read) in a page: title, the line below it and remarks below the axes as text, which
+    wraps on a phone; the rest for plotly.js, in the margin they left. name: no other figure of the page has it."""
     spec = copy.deepcopy(dict(spec))
     layout = spec.get("layout") or {}
     heading = layout.pop("title", None) or {}
@@ -58,7 +58,11 @@ def figure_html(spec: Mapping[str, Any], name: str) -> str:
     title, subtitle = _words(heading.get("text"), " "), _words((heading.get("subtitle") or {}).get("text"), " · ")
     layout.pop("template", None)
     before = (layout.get("margin") or {}).get("t", 100)
-    has_headings = any(note.get("yref") == "paper" and note.get("y", 0) >= 1 for note in layout.get("annotations", []))
+    notes, remarks = layout.get("annotations", []), []
+    if notes:
+        remarks = [note for note in notes if note.get("yref") == "paper" and note.get("y", 0) < 0]
+        layout["annotations"] = [note for note in notes if note not in remarks]
+    has_headings = any(note.get("yref") == "paper" and note.get("y", 0) >= 1 for note in notes)
     after = 46 if has_headings else 16
     layout["margin"] = {**(layout.get("margin") or {}), "t": after}
     layout["height"] = max(300, layout.get("height", 420) - before + after + 40)
@@ -69,10 +73,11 @@ def figure_html(spec: Mapping[str, Any], name: str) -> str:
     whole = {"data": spec.get("data") or [], "layout": layout}
     _break_labels(whole)
     data = json.dumps(whole, separators=(",", ":")).replace("</", "<\\/")
+    said = "".join(f'<p class="note">{html.escape(_words(note.get("text"), " "))}</p>' for note in remarks)
     return (
         f'<figure><figcaption><b>{html.escape(title)}</b><span class="note">{html.escape(subtitle)}</span></figcaption>'
         f'<div class="plot" id="{name}" role="img" aria-label="{html.escape(title)}"></div>'
-        f'<script type="application/json" data-for="{name}">{data}</script></figure>'
+        f'<script type="application/json" data-for="{name}">{data}</script>{said}</figure>'
     )
 
 
@@ -100,13 +105,20 @@ const onDark = {"#222222": "#e6e6e6", "#E3E3E3": "#3d3d3d", "#555555": "#b5b5b5"
   "#777777": "#a0a0a0", "#595959": "#a8a8a8", "#332288": "#9a8cf0", "#882255": "#dd7aae", "#7A5C00": "#d0ab3a",
   "#0072B2": "#4aa8e0", "#000000": "#e6e6e6", "#AA4499": "#d27ac4", "#6B2C6B": "#b58ac0", "#44103A": "#a06f9c",
   "#B0395A": "#e8708f"};
+function onDarkPage(text) {
+  const faded = /^rgba\\((\\d+), (\\d+), (\\d+), ([0-9.]+)\\)$/.exec(text);
+  if (!faded) return onDark[text] || text;
+  const hex = "#" + faded.slice(1, 4).map(part => (+part).toString(16).padStart(2, "0").toUpperCase()).join("");
+  return (onDark[hex] || hex) + Math.round(255 * faded[4]).toString(16).padStart(2, "0");
+}
 function swapped(value, key, parent) {
-  if (typeof value === "string") return onDark[value] || value;
+  if (typeof value === "string") return onDarkPage(value);
   if (Array.isArray(value)) return value.map(item => swapped(item, key, parent));
   if (value && typeof value === "object") {
     const isOnBar = key === "textfont" && parent.type === "bar" && parent.textposition === "inside";
-    const {color, opacity} = parent && parent.marker || {};
-    if (isOnBar) return {...value, color: opacity < 0.7 ? "#e6e6e6" : onDark[color] ? "#111111" : value.color};
+    const {color} = parent && parent.marker || {};
+    if (isOnBar && value.color === "#222222" && /^rgba/.test(color)) return {...value, color: "#e6e6e6"};
+    if (isOnBar) return {...value, color: onDarkPage(String(color)) !== color ? "#111111" : value.color};
     return Object.fromEntries(Object.entries(value).map(([k, v]) => [k, swapped(v, k, value)]));
   }
   return value;
@@ -122,9 +134,29 @@ function onPhone(data, layout) {
   }
   if (count >= 8 && layout.legend) layout.legend.y *= 1.8;
   for (const trace of data) if (trace.mode === "markers+text") trace.mode = "markers";
-  const axes = Object.entries(layout).filter(([name]) => /^[xy]axis/.test(name)).map(([, axis]) => axis);
-  if (axes.some(axis => axis.domain && axis.domain[1] < 0.6))  // panels beside each other
-    for (const {title} of axes) if (title && title.text) title.text = title.text.replace(/(.{12,}?) /g, "$1<br>");
+  const entries = data.filter(t => t.showlegend !== false).length;
+  if (layout.showlegend && entries > 6) layout.height += 18 * entries;
+  stackPanels(layout);
+}
+function stackPanels(layout) {  // that stand beside each other, each with its heading
+  const xs = Object.entries(layout).filter(([name, axis]) => /^xaxis/.test(name) && axis.domain)
+    .map(([, axis]) => axis).sort((a, b) => a.domain[0] - b.domain[0]);
+  const ys = xs.map(x => layout["yaxis" + (x.anchor || "y").slice(1)]);
+  if (xs.length < 2 || xs[0].domain[1] > xs[1].domain[0] || ys.some(y => !y || y.domain[1] !== ys[0].domain[1])) return;
+  const bottom = layout.margin.b || 60, each = Math.max(250, layout.height - layout.margin.t - bottom);
+  const whole = each * xs.length;
+  for (const note of layout.annotations || []) {
+    const i = xs.findIndex(x => note.x >= x.domain[0] && note.x <= x.domain[1]);
+    const isHeading = note.yref === "paper" && note.y >= 0.9 && i >= 0;
+    if (isHeading) Object.assign(note, {x: 0, xanchor: "left", y: 1 - i / xs.length});
+  }
+  xs.forEach((x, i) => {
+    x.domain = [0, 1];
+    ys[i].domain = [1 - (i + 1) / xs.length + (i + 1 < xs.length ? 90 / whole : 0), 1 - i / xs.length];
+    if (ys[i].matches) ys[i].showticklabels = true;
+  });
+  layout.height += whole - each;
+  if (layout.legend) layout.legend.y = -72 / whole;
 }
 const dark = window.matchMedia("(prefers-color-scheme: dark)");
 function draw() {
@@ -158,6 +190,8 @@ figure { margin: 2rem 0; }
 figcaption b { display: block; font-size: 1.06em; line-height: 1.35; }
 figcaption .note { display: block; font-size: .82em; }
 .plot { width: 100%; overflow: hidden; }
-@media (max-width: 640px) { main { padding: 1rem .8rem 3rem; } }
+figure > p.note { margin: .2rem 0; font-size: .82em; }
+th { white-space: normal !important; }
+@media (max-width: 640px) { main { padding: 1rem .8rem 3rem; } table { font-size: .8em !important; } }
 @media print { main { max-width: none; } section { break-before: page; } }
 """

@@ -271,12 +271,17 @@ def _strength(run: Record, shown: Sequence[Record]) -> float:
     return 1.0 if len(alike) < 2 else 0.4 + 0.6 * place / (len(alike) - 1)
 
 
+def _faded(color: str, strength: float) -> str:
+    """A colour that lets the page through: unlike with a bar's opacity a legend shows it, and text on it stays."""
+    red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
+    return color if strength == 1 else f"rgba({red}, {green}, {blue}, {strength:.2f})"
+
+
 def _bar_look(run: Record, shown: Sequence[Record] = ()) -> dict[str, Any]:
     style = method_style(run["method"])
     pattern = _BACKEND_PATTERN.get(run["backend"], "+")
     return {
-        "color": style.color,
-        "opacity": _strength(run, shown),
+        "color": _faded(style.color, _strength(run, shown)),
         "line": {"color": _INK, "width": 1},
         "pattern": {"shape": pattern, "fillmode": "overlay", "fgcolor": "white", "size": 7, "solidity": 0.35},
     }
