@@ -130,7 +130,7 @@ function onPhone(data, layout) {
   const count = bars.reduce((sum, t) => sum + t.x.length, 0);
   if (count >= 8) for (const trace of bars) {  // names stand upright below them
     delete trace.text;
-    trace.x = trace.x.map(name => typeof name === "string" ? name.replace(/<br>/g, ", ") : name);
+    trace.x = trace.x.map(name => typeof name === "string" ? name.replace(/<br>/g, " ") : name);
   }
   if (count >= 8 && layout.legend) layout.legend.y *= 1.8;
   for (const trace of data) if (trace.mode === "markers+text") trace.mode = "markers";
@@ -143,16 +143,17 @@ function stackPanels(layout) {  // that stand beside each other, each with its h
     .map(([, axis]) => axis).sort((a, b) => a.domain[0] - b.domain[0]);
   const ys = xs.map(x => layout["yaxis" + (x.anchor || "y").slice(1)]);
   if (xs.length < 2 || xs[0].domain[1] > xs[1].domain[0] || ys.some(y => !y || y.domain[1] !== ys[0].domain[1])) return;
-  const bottom = layout.margin.b || 60, each = Math.max(250, layout.height - layout.margin.t - bottom);
+  const bottom = layout.margin.b || 60, each = Math.max(290, layout.height - layout.margin.t - bottom);
   const whole = each * xs.length;
   for (const note of layout.annotations || []) {
     const i = xs.findIndex(x => note.x >= x.domain[0] && note.x <= x.domain[1]);
     const isHeading = note.yref === "paper" && note.y >= 0.9 && i >= 0;
-    if (isHeading) Object.assign(note, {x: 0, xanchor: "left", y: 1 - i / xs.length});
+    const text = note.text.replace(/<br>/g, " ");
+    if (isHeading) Object.assign(note, {text, x: 0, xanchor: "left", y: 1 - i / xs.length});
   }
   xs.forEach((x, i) => {
     x.domain = [0, 1];
-    ys[i].domain = [1 - (i + 1) / xs.length + (i + 1 < xs.length ? 90 / whole : 0), 1 - i / xs.length];
+    ys[i].domain = [1 - (i + 1) / xs.length + (i + 1 < xs.length ? 130 / whole : 0), 1 - i / xs.length];
     if (ys[i].matches) ys[i].showticklabels = true;
   });
   layout.height += whole - each;
