@@ -52,12 +52,9 @@ METHODS: dict[str, MethodStyle] = {
     "eagle": MethodStyle("EAGLE head", "#A5673F", "x", "14px,4px"),
     "eagle3": MethodStyle("EAGLE-3 chain", "#D55E00", "star", "longdashdot"),
     "eagle3_tree": MethodStyle("EAGLE-3 tree", "#882255", "star-diamond", "10px,3px,2px,3px,2px,3px"),
-    "eagle3_fixed16": MethodStyle("EAGLE-3 tree, 16 fixed", "#AA4499", "star-triangle-up", "8px,3px"),
     "eagle3_fixed15": MethodStyle("EAGLE-3 tree, 15 fixed", "#AA4499", "star-triangle-up", "8px,3px"),
-    "eagle3_fixed32": MethodStyle("EAGLE-3 tree, 32 fixed", "#6B2C6B", "star-triangle-down", "8px,3px,2px,3px"),
     "eagle3_fixed31": MethodStyle("EAGLE-3 tree, 31 fixed", "#6B2C6B", "star-triangle-down", "8px,3px,2px,3px"),
     "eagle3_fixed63": MethodStyle("EAGLE-3 tree, 63 fixed", "#44103A", "star-square", "4px,4px"),
-    "eagle3_dynamic32": MethodStyle("EAGLE-3 tree, 32 dynamic", "#B0395A", "hexagram", "12px,4px,4px,4px"),
     "eagle3_dynamic31": MethodStyle("EAGLE-3 tree, 31 dynamic", "#B0395A", "hexagram", "12px,4px,4px,4px"),
     "layer_skip": MethodStyle("layer skipping", "#332288", "triangle-down", "5px,2px"),
 }
