@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+WHY_NOT = f"no page was looked at in a browser: none of {', '.join(NAMES)} is here (Debian: apt-get install chromium)"
 
 
 def find() -> str | None:

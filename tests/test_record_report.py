@@ -126,7 +126,7 @@ LOOK = """(() => {
 })()"""
 
 
-@pytest.mark.skipif(headless.find() is None, reason="no Chromium here: the page was not looked at in a browser")
+@pytest.mark.skipif(headless.find() is None, reason=headless.WHY_NOT)
 def test_a_browser_without_network_draws_every_figure_light_dark_and_on_a_phone(page, tmp_path):
     async def look():
         found = {}

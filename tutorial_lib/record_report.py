@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import html
 import json
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +19,7 @@ import plotly.graph_objects as go
 from .bench import energy, peers, spec_bench
 from .bench.record_files import RecordFile, family, find
 from .errors import OptionError
-from .report import html_page
+from .offline_page import figure_html, html_page
 from .show import gpu_records, plots
 from .show.load import plot_load
 from .show.recorded import machine_words
@@ -156,6 +155,8 @@ def runs_table(runs: Sequence[Record]) -> Table:
             }
         )
     empty = [name for name in rows[0] if all(row[name] is None for row in rows)]
+    if len({row["engine"] for row in rows}) == 1:
+        empty.append("engine")
     return Table({k: v for k, v in row.items() if k not in empty} for row in rows)
 
 
@@ -197,8 +198,9 @@ def _add_predictions(section: Section, runs: Sequence[Record], records: Sequence
         summary = record.get("summary")
         if not runs or not isinstance(summary, Mapping) or not isinstance(summary.get("by_category"), Mapping):
             continue
+        method = str(summary["method"]).partition(" K=")[0]
         points = [
-            {"label": c, "method": summary["method"], "predicted": f["predicted_speedup"], "measured": f["speedup"]}
+            {"label": c, "method": method, "predicted": f["predicted_speedup"], "measured": f["speedup"]}
             for c, f in summary["by_category"].items()
             if f.get("predicted_speedup") is not None
         ]
@@ -299,8 +301,7 @@ def page_of(sections: Sequence[Section], files: Sequence[RecordFile]) -> str:
 groups of their own and are not to be compared.</p>
 <ul class="contents">{links}</ul>
 {body}
-{left}
-<script>{_SCRIPT}</script>"""
+{left}"""
     return html_page("Speculative decoding workbook: records", main, style=_STYLE, has_figures=count > 0)
 
 
@@ -317,7 +318,7 @@ def _section_html(section: Section, name: str) -> str:
         )
     parts += [f"<h3>{html.escape(heading)}</h3>{_table_html(table)}" for heading, table in section.tables]
     parts += [f"<h3>{html.escape(heading)}</h3><pre>{html.escape(text)}</pre>" for heading, text in section.texts]
-    parts += [_figure_html(figure, f"{name}f{i}") for i, figure in enumerate(section.figures)]
+    parts += [figure_html(json.loads(figure.to_json()), f"{name}f{i}") for i, figure in enumerate(section.figures)]
     parts += [
         f"<details><summary>{html.escape(heading)}</summary>{_table_html(table)}</details>"
         for heading, table in section.details
@@ -332,103 +333,8 @@ def _table_html(table: Table) -> str:
     return f'<div class="wide">{table._repr_html_()}</div>'
 
 
-def _figure_html(figure: go.Figure, name: str) -> str:
-    """Title and line below it as text, which wraps on a phone; the rest for plotly.js, in the margin they left."""
-    title, subtitle = _words(figure.layout.title.text, " "), _words(figure.layout.title.subtitle.text, " · ")
-    spec = json.loads(figure.to_json())
-    layout = spec["layout"]
-    for gone in ("title", "template"):
-        layout.pop(gone, None)
-    before = (layout.get("margin") or {}).get("t", 100)
-    has_headings = any(note.get("yref") == "paper" and note.get("y", 0) >= 1 for note in layout.get("annotations", []))
-    after = 46 if has_headings else 16
-    layout["margin"] = {**(layout.get("margin") or {}), "t": after}
-    layout["height"] = max(300, layout.get("height", 420) - before + after + 40)
-    if layout.get("legend"):
-        layout["legend"]["y"] = -72 / (layout["height"] - after - layout["margin"].get("b", 60))
-    for axis in (value for name, value in layout.items() if name[1:].startswith("axis") and "title" in value):
-        axis["title"]["font"] = {"size": 12}
-    _break_labels(spec)
-    data = json.dumps({"data": spec["data"], "layout": layout}, separators=(",", ":")).replace("</", "<\\/")
-    return (
-        f'<figure><figcaption><b>{html.escape(title)}</b><span class="note">{html.escape(subtitle)}</span></figcaption>'
-        f'<div class="plot" id="{name}" role="img" aria-label="{html.escape(title)}"></div>'
-        f'<script type="application/json" data-for="{name}">{data}</script></figure>'
-    )
-
-
-def _break_labels(spec: Mapping[str, Any]) -> None:
-    """Long names of bars on lines of their own, so that they stay readable on a phone."""
-
-    def broken(value: Any) -> Any:
-        return value.replace(", ", "<br>") if isinstance(value, str) else value
-
-    for trace in spec["data"]:
-        for axis in ("x", "y") if trace["type"] == "bar" else ():
-            if isinstance(trace.get(axis), list):
-                trace[axis] = [broken(value) for value in trace[axis]]
-    for note in spec["layout"].get("annotations", []):
-        note |= {axis: broken(note[axis]) for axis in ("x", "y") if axis in note}
-
-
-def _words(text: str | None, at_breaks: str) -> str:
-    """A figure's title as plain words: its line breaks and bold marks are for plotly alone."""
-    return html.unescape(re.sub(r"</?b>", "", re.sub(r"<br ?/?>", at_breaks, text or "")))
-
-
-_SCRIPT = """
-const onDark = {"#222222": "#e6e6e6", "#E3E3E3": "#3d3d3d", "#555555": "#b5b5b5", "#8A1C00": "#ff9d85",
-  "#777777": "#a0a0a0", "#595959": "#a8a8a8", "#332288": "#9a8cf0", "#882255": "#dd7aae", "#7A5C00": "#d0ab3a",
-  "#0072B2": "#4aa8e0", "#000000": "#e6e6e6"};
-function swapped(value, key, parent) {
-  if (typeof value === "string") return onDark[value] || value;
-  if (Array.isArray(value)) return value.map(item => swapped(item, key, parent));
-  if (value && typeof value === "object") {
-    const isOnBar = key === "textfont" && parent.type === "bar" && parent.textposition === "inside";
-    if (isOnBar) return {...value, color: onDark[(parent.marker || {}).color] ? "#111111" : value.color};
-    return Object.fromEntries(Object.entries(value).map(([k, v]) => [k, swapped(v, k, value)]));
-  }
-  return value;
-}
-const dark = window.matchMedia("(prefers-color-scheme: dark)");
-function draw() {
-  for (const source of document.querySelectorAll("script[data-for]")) {
-    let {data, layout} = JSON.parse(source.textContent);
-    if (dark.matches) { data = swapped(data, "", {}); layout = swapped(layout, "", {}); }
-    layout.paper_bgcolor = layout.plot_bgcolor = "rgba(0,0,0,0)";
-    if (window.innerWidth < 640) {
-      layout.margin = {...layout.margin, l: 44, r: 48};
-      layout.font = {...layout.font, size: 11};
-      const bars = data.filter(t => t.type === "bar" && t.orientation !== "h");
-      const count = bars.reduce((sum, t) => sum + t.x.length, 0);
-      if (count >= 8) for (const trace of bars) delete trace.text;
-      if (count >= 8 && layout.legend) layout.legend.y *= 1.8;
-      const axes = Object.entries(layout).filter(([name]) => /^[xy]axis/.test(name)).map(([, axis]) => axis);
-      if (axes.some(axis => axis.domain && axis.domain[1] < 0.6))  // panels beside each other
-        for (const {title} of axes) if (title && title.text) title.text = title.text.replace(/(.{12,}?) /g, "$1<br>");
-    }
-    Plotly.react(source.dataset.for, data, layout, {displayModeBar: false, responsive: true});
-  }
-}
-if (window.Plotly) { draw(); dark.addEventListener("change", draw); }
-"""
-
 _STYLE = """
-:root { color-scheme: light dark; --page: #f4f4f2; --sheet: #fff; --ink: #222; --soft: #555; --line: #ddd;
-  --link: #0059a0; --mark: #0072b2; --warn: #a8330a; }
-@media (prefers-color-scheme: dark) {
-  :root { --page: #111; --sheet: #1b1b1b; --ink: #e6e6e6; --soft: #b5b5b5; --line: #3d3d3d; --link: #7cc0ff;
-    --mark: #4aa8e0; --warn: #ff9d85; }
-}
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--page); color: var(--ink);
-  font: 16px/1.55 system-ui, "Segoe UI", Roboto, sans-serif; }
-main { max-width: 62rem; margin: 0 auto; padding: 1.5rem 2rem 4rem; background: var(--sheet); }
-section { border-top: 4px solid var(--mark); margin-top: 3rem; padding-top: .5rem; }
-h1, h2, h3 { line-height: 1.25; overflow-wrap: anywhere; }
 h3 { margin-bottom: .3rem; }
-a { color: var(--link); }
-.note { color: var(--soft); overflow-wrap: anywhere; }
 .simulated { color: var(--warn); }
 b.simulated { font-size: .75em; border: 1px solid; border-radius: .4em; padding: .05em .45em; white-space: nowrap; }
 .wide { overflow-x: auto; }
@@ -438,10 +344,8 @@ b.simulated { font-size: .75em; border: 1px solid; border-radius: .4em; padding:
 details { margin: .5rem 0; }
 summary { cursor: pointer; color: var(--link); }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; border-left: 3px solid var(--line); padding-left: .8rem; }
-figure { margin: 2rem 0; }
-figcaption b { display: block; font-size: 1.06em; line-height: 1.35; }
-figcaption .note { display: block; font-size: .82em; }
-.plot { width: 100%; overflow: hidden; }
-@media (max-width: 640px) { main { padding: 1rem .8rem 3rem; } }
-@media print { main { max-width: none; } section { break-before: page; } }
+@media (max-width: 640px) {
+  .wide th, .wide td { padding: .2em .5em !important; }
+  .wide td:first-child { white-space: normal; }
+}
 """

@@ -107,7 +107,7 @@ def test_prose_reads_offline(path: Path) -> None:
     """Formulas become MathML and no picture is fetched: what the offline report can show."""
     notebook = nbformat.read(path, as_version=4)
     notebook.cells = [cell for cell in notebook.cells if cell.cell_type == "markdown"]
-    body = report.notebook_body(notebook)
+    body = report.notebook_body(notebook, path.stem)
     assert "left out, as it is not part of this page" not in body
     prose = re.sub(r"<(code|pre)\b.*?</\1>|<annotation.*?</annotation>", "", body, flags=re.DOTALL)
     assert not re.search(r"\$[^$\n]*\\[a-z]+[^$\n]*\$", prose), "a formula that was not converted"

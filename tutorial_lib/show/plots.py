@@ -52,12 +52,9 @@ METHODS: dict[str, MethodStyle] = {
     "eagle": MethodStyle("EAGLE head", "#A5673F", "x", "14px,4px"),
     "eagle3": MethodStyle("EAGLE-3 chain", "#D55E00", "star", "longdashdot"),
     "eagle3_tree": MethodStyle("EAGLE-3 tree", "#882255", "star-diamond", "10px,3px,2px,3px,2px,3px"),
-    "eagle3_fixed16": MethodStyle("EAGLE-3 tree, 16 fixed", "#AA4499", "star-triangle-up", "8px,3px"),
     "eagle3_fixed15": MethodStyle("EAGLE-3 tree, 15 fixed", "#AA4499", "star-triangle-up", "8px,3px"),
-    "eagle3_fixed32": MethodStyle("EAGLE-3 tree, 32 fixed", "#6B2C6B", "star-triangle-down", "8px,3px,2px,3px"),
     "eagle3_fixed31": MethodStyle("EAGLE-3 tree, 31 fixed", "#6B2C6B", "star-triangle-down", "8px,3px,2px,3px"),
     "eagle3_fixed63": MethodStyle("EAGLE-3 tree, 63 fixed", "#44103A", "star-square", "4px,4px"),
-    "eagle3_dynamic32": MethodStyle("EAGLE-3 tree, 32 dynamic", "#B0395A", "hexagram", "12px,4px,4px,4px"),
     "eagle3_dynamic31": MethodStyle("EAGLE-3 tree, 31 dynamic", "#B0395A", "hexagram", "12px,4px,4px,4px"),
     "layer_skip": MethodStyle("layer skipping", "#332288", "triangle-down", "5px,2px"),
 }
@@ -203,7 +200,7 @@ def label_of(run: Record, runs: Sequence[Record]) -> str:
         if len({r[key] for r in runs}) > 1:
             parts.append(f"batch {run[key]}" if key == "batch_size" else str(run[key]))
     if len({r["prompt_set"]["sha256"] for r in runs}) > 1:
-        parts.append(f"{run['prompt_set']['count']} prompts")
+        parts.append(_counted(run["prompt_set"]["count"], "prompt"))
     return html.escape(", ".join(parts), quote=False)
 
 
@@ -219,7 +216,7 @@ def _workload(runs: Sequence[Record]) -> str:
         f"batch {'/'.join(str(b) for b in sorted({r['batch_size'] for r in runs}))}",
         f"K = {', '.join(str(k) for k in lens)}" if lens else "",
         f"temperature {temperature:g}" if temperature else "greedy",
-        " or ".join(f"{n} prompts" for n in dict.fromkeys(r["prompt_set"]["count"] for r in runs)),
+        " or ".join(_counted(n, "prompt") for n in dict.fromkeys(r["prompt_set"]["count"] for r in runs)),
         f"≤ {sampling['max_tokens']} tokens each" if sampling.get("max_tokens") else "",
     ]
     told = html.escape(" · ".join(p for p in parts if p), quote=False) + "<br>"
@@ -263,37 +260,52 @@ def _layout(figure: go.Figure, title: str, runs: Sequence[Record], *, x: str = "
         legend={"orientation": "h", "y": -0.22, "yanchor": "top", "x": 0},
     )
     figure.update_xaxes(title_text=x or None, **axis)
-    figure.update_yaxes(title_text=y or None, **axis)
+    figure.update_yaxes(title_text=y or None, title_standoff=8, **axis)
     return figure
 
 
-def _bar_look(run: Record) -> dict[str, Any]:
+def _strength(run: Record, shown: Sequence[Record]) -> float:
+    """Runs of one method have one colour, so where they stand in one legend the later ones are the stronger."""
+    alike = [r for r in shown if (r["method"], r["backend"]) == (run["method"], run["backend"])]
+    place = next((i for i, r in enumerate(alike) if r is run), len(alike) - 1)
+    return 1.0 if len(alike) < 2 else 0.4 + 0.6 * place / (len(alike) - 1)
+
+
+def _faded(color: str, strength: float) -> str:
+    """A colour that lets the page through: unlike with a bar's opacity a legend shows it, and text on it stays."""
+    red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
+    return color if strength == 1 else f"rgba({red}, {green}, {blue}, {strength:.2f})"
+
+
+def _bar_look(run: Record, shown: Sequence[Record] = ()) -> dict[str, Any]:
     style = method_style(run["method"])
     pattern = _BACKEND_PATTERN.get(run["backend"], "+")
     return {
-        "color": style.color,
+        "color": _faded(style.color, _strength(run, shown)),
         "line": {"color": _INK, "width": 1},
         "pattern": {"shape": pattern, "fillmode": "overlay", "fgcolor": "white", "size": 7, "solidity": 0.35},
     }
 
 
-def _bar_text(run: Record, values: Sequence[float | None], form: str) -> dict[str, Any]:
+def _bar_text(run: Record, values: Sequence[float | None], form: str, shown: Sequence[Record] = ()) -> dict[str, Any]:
     """Values written at the foot of the bars, where nothing crosses them."""
+    color = method_style(run["method"]).on_color if _strength(run, shown) > 0.7 else _INK
     return {
         "text": [None if value is None else format(value, form) for value in values],
         "textposition": "inside",
         "insidetextanchor": "start",
         "textangle": 0,
-        "textfont": {"size": 13, "color": method_style(run["method"]).on_color},
+        "textfont": {"size": 13, "color": color},
         "constraintext": "none",
     }
 
 
-def _line_look(run: Record) -> dict[str, Any]:
+def _line_look(run: Record, shown: Sequence[Record] = ()) -> dict[str, Any]:
     style = method_style(run["method"])
     hollow = "" if run["backend"] == "torch" else "-open"
     return {
         "mode": "lines+markers",
+        "opacity": _strength(run, shown),
         "line": {"color": style.color, "dash": style.dash, "width": 2.5},
         "marker": {"symbol": style.symbol + hollow, "size": 10, "color": style.color},
     }
@@ -315,6 +327,10 @@ def _line_at_one(figure: go.Figure) -> None:
     figure.add_annotation(x=1, xref="paper", xanchor="left", y=1.0, yanchor="middle", align="left", xshift=4, **label)
 
 
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def _words(name: str) -> str:
     return html.escape(name.replace("_", " "), quote=False)
 
@@ -333,12 +349,13 @@ def plot_throughput(runs: Sequence[Record]) -> go.Figure:
     figure = go.Figure()
     for run, label, value in zip(runs, labels, values, strict=True):
         below, above = _spread(run, "output_tok_s")
+        form = ".1f" if (value or 0) < 1000 else ".0f"
         figure.add_bar(
             x=[label],
             y=[value],
             name=label,
             marker=_bar_look(run),
-            **_bar_text(run, [value], ".1f"),
+            **_bar_text(run, [value], form),
             error_y={"type": "data", "symmetric": False, "array": [above], "arrayminus": [below], "color": _INK},
             hovertemplate="%{x}<br>%{y:.2f} output tokens / s<extra></extra>",
         )
@@ -392,8 +409,8 @@ def _add_category_bars(
         x=[_words(c) for c in categories],
         y=speedups,
         name=label_of(run, shown),
-        marker=_bar_look(run),
-        **_bar_text(run, speedups, ".2f"),
+        marker=_bar_look(run, shown),
+        **_bar_text(run, speedups, ".2f", shown),
         hovertemplate="%{x}<br>%{y:.3f}×<extra>%{fullData.name}</extra>",
         **where,
     )
@@ -440,7 +457,7 @@ def plot_acceptance_by_position(runs: Sequence[Record], *, log_y: bool = False) 
         values = rates[id(run)]
         positions = list(range(1, len(values) + 1))
         drawn = [floor if log_y and value == 0 else value for value in values]
-        look = {**_line_look(run), "name": label_of(run, shown), "customdata": values}
+        look = {**_line_look(run, shown), "name": label_of(run, shown), "customdata": values}
         hover = "position %{x}<br>accepted in %{customdata:.1%}<extra>%{fullData.name}</extra>"
         figure.add_scatter(x=positions, y=drawn, hovertemplate=hover, connectgaps=False, cliponaxis=False, **look)
         for position, value in zip(positions, values, strict=True):
@@ -493,7 +510,7 @@ def plot_accepted_histogram(runs: Sequence[Record]) -> go.Figure:
             x=list(range(len(counts))),
             y=shares,
             name=label,
-            marker=_bar_look(run),
+            marker=_bar_look(run, shown),
             customdata=counts,
             text=[f"{share:.0%}" for share in shares],
             textposition="outside",
@@ -811,15 +828,16 @@ def _say_missing(figure: go.Figure, runs: Sequence[Record], labels: Sequence[str
 
 
 def _time_title(runs: Sequence[Record]) -> str:
-    for run in _speculative(runs):
+    """What the fastest speculative run that was split into parts pays in a round, in plain steps."""
+    for run in sorted(_speculative(runs), key=lambda run: -(figure_of(run, "output_tok_s") or 0.0)):
         draft, verify = figure_of(run, "draft_ms_per_round"), figure_of(run, "verify_ms_per_round")
         base = baseline_of(run, runs)
         step = figure_of(base, "verify_ms_per_round") or figure_of(base, "round_ms") if base else None
         if draft is not None and verify and step:
-            k = run["max_draft_len"]
+            most = round(max(run["max_draft_len"], figure_of(run, "mean_draft_len") or 0))  # a tree has more tokens
             return (
-                f"Checking up to {k} draft tokens at once costs {verify / step:.2f}× one plain step; "
-                f"drafting adds {draft / step:.2f}×"
+                f"{label_of(run, runs)}: checking up to {_counted(most, 'draft token')} at once costs "
+                f"{verify / step:.2f}× one plain step; drafting adds {draft / step:.2f}×"
             )
     return "Time per round, by what it is spent on"
 

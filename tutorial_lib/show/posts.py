@@ -157,7 +157,7 @@ def _forced_bar(figure: go.Figure, run: Record, plain: Record) -> None:
     if run is not plain:
         name = f"K = {run['max_draft_len']}<br>{run['figures']['acceptance_length']:.2f} forced"
         gain = f"<br>{value / plain['figures']['output_tok_s']:.2f}×"
-    pattern = {"shape": "\\", "fgcolor": "white", "size": 7, "solidity": 0.35}
+    pattern = {"shape": "\\", "fillmode": "overlay", "fgcolor": "white", "size": 7, "solidity": 0.35}
     figure.add_bar(
         x=[name],
         y=[value],
