@@ -464,6 +464,7 @@ def test_pickle_only_is_refused(tmp_path):
         ({"vocab_size": 321}, r"embed_tokens.weight of .*\[320, 64\].*\[321, 64\]"),
         ({"num_hidden_layers": 3}, "model.layers.2.input_layernorm.weight"),
         ({"attention_bias": True}, "q_proj.bias"),
+        ({"num_hidden_layers": None}, "config.json of .* has no num_hidden_layers"),
         ({"num_hidden_layers": 0}, "num_hidden_layers in config.json of .* is 0; needed: a whole number"),
         ({"vocab_size": "320"}, "vocab_size .* is '320'"),
         ({"hidden_size": True}, "hidden_size .* is True"),
@@ -523,7 +524,7 @@ def test_numbers_that_no_model_is_stored_in_are_refused(tmp_path):
     folder = write_folder(tmp_path / "m", tokenizer=False)
     raw = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(raw.replace(b'"F32"', b'"X32"'))
-    with pytest.raises(ModelError, match="holds X32 numbers; needed: one of BF16"):
+    with pytest.raises(ModelError, match="holds X32 numbers; needed: one of BF16, BOOL"):
         resolve(folder)
 
 

@@ -25,6 +25,7 @@ from .embedded import Say, cache_dir
 from .errors import NOT_JSON, ModelError
 from .shapes import (
     ARCHITECTURES,
+    COUNTS,
     LazyTensors,
     check_config,
     dummy_config,
@@ -213,11 +214,9 @@ def _from_folder(name: str, folder: Path) -> Checkpoint:
 
 
 def _check_tensors(name: str, config: dict[str, Any], stored: dict[str, tuple[int, ...]]) -> None:
-    try:
-        expected = tensor_shapes(config)
-    except KeyError as error:
-        raise ModelError(f"config.json of {name} has no {error.args[0]}", "a complete config.json") from error
-    for tensor, shape in expected.items():
+    if missing := [key for key in COUNTS if config.get(key) is None]:
+        raise ModelError(f"config.json of {name} has no {missing[0]}", "a complete config.json")
+    for tensor, shape in tensor_shapes(config).items():
         if tensor not in stored:
             hint = " (tie_word_embeddings is false)" if tensor == "lm_head.weight" else ""
             raise ModelError(f"{name} has no tensor {tensor}{hint}", "every weight of the model", "fetch it again")
@@ -260,7 +259,7 @@ def _stored_shapes(name: str, folder: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-_STORED = {"F64", "F32", "F16", "BF16", "I64", "I32", "BOOL"}  # weights, and the tables of ids in a head
+_STORED = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "I32", "I16", "I8", "U8", "BOOL"}
 
 
 def _header(file: Path) -> dict[str, tuple[int, ...]]:

@@ -22,26 +22,27 @@ ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Mi
 BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "int8": 1}
 
 
-_COUNTS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-_COUNTS_OR_NONE = ("num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window")
-_TABLES_OR_NONE = ("rope_scaling", "rope_parameters", "quantization_config")
+COUNTS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_MORE_COUNTS = ("num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window")
 
 
 def check_config(name: str, config: Mapping[str, Any]) -> None:
-    """`ModelError` for a value in a model's config.json that is of another kind than what it is read as. A key that is
-    missing is told by whoever needs it."""
+    """`ModelError` for a value in a config.json that is of another kind than what it is read as. A key that is missing
+    or null is told by whoever needs it."""
     for key, value in config.items():
         needed = ""
-        if key in _COUNTS or (key in _COUNTS_OR_NONE and value is not None):
+        if value is None:
+            continue
+        if key in COUNTS or key in _MORE_COUNTS:
             needed = "" if type(value) is int and 0 < value < 2**31 else "a whole number >= 1"
-        elif key in ("rms_norm_eps", "rope_theta") and value is not None:
+        elif key in ("rms_norm_eps", "rope_theta"):
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             needed = "" if is_number and 0 < value < math.inf else "a number above 0"
-        elif key in _TABLES_OR_NONE and value is not None:
+        elif key in ("rope_scaling", "rope_parameters", "quantization_config"):
             needed = "" if isinstance(value, Mapping) else "an object"
-        elif key in ("architectures", "layer_types") and value is not None:
+        elif key in ("architectures", "layer_types"):
             needed = "" if isinstance(value, list) and all(isinstance(v, str) for v in value) else "a list of names"
-        elif key in ("eos_token_id", "bos_token_id") and value is not None:
+        elif key in ("eos_token_id", "bos_token_id"):
             ids = value if isinstance(value, list) else [value]
             needed = "" if all(type(i) is int and i >= 0 for i in ids) else "an id, or a list of ids"
         if needed:

@@ -135,6 +135,11 @@ DAMAGED_EAGLES = {
     "attention bias": (lambda t: None, {"attention_bias": True}, "adds a bias"),
     "another rope": (lambda t: None, {"rope_scaling": {"rope_type": "yarn", "factor": 2}}, "'yarn'"),
     "a config without sizes": (lambda t: None, {"intermediate_size": None}, "intermediate_size = None"),
+    "NaN": (put("norm.weight", torch.full((H,), float("nan"))), {}, "norm.weight of .* holds NaN or infinity"),
+    "integers": (put("fc.weight", torch.ones(H, 3 * H, dtype=torch.int32)), {}, "fc.weight .* stored as torch.int32"),
+    "no table": (lambda t: None, {"eagle_config": 5}, "eagle_config = 5; needed: an object"),
+    "no list": (lambda t: None, {"eagle_aux_hidden_state_layer_ids": 5}, "layer_ids of .* is 5; needed: a list"),
+    "no layers": (lambda t: None, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1.5, 2, 3]}}, r"is \[1.5"),
     "int8 without scales": (put("fc.weight", torch.ones(H, 3 * H, dtype=torch.int8)), {}, "fc.weight_scale"),
 }
 

@@ -126,6 +126,11 @@ class _Tensors:
         found: dict[str, torch.Tensor] = {}
         for file in checkpoint.weight_files():
             found |= {rename(name): tensor for name, tensor in load_file(str(file)).items()}
+        for name, tensor in found.items():  # drafts of such a head are refused without a word, one and all
+            if tensor.is_floating_point() and not tensor.isfinite().all():
+                raise ModelError(
+                    f"{name} of {checkpoint.name} holds NaN or infinity", "sound weights", "fetch it again"
+                )
         return cls(checkpoint.name, found)
 
     def optional(self, name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor | None:
@@ -145,13 +150,18 @@ class _Tensors:
         return tensor
 
     def vector(self, name: str, size: int) -> torch.Tensor:
-        return self.get(name, (size,)).float()
+        return self._numbers(name, self.get(name, (size,)))
 
     def matrix(self, name: str, rows: int, columns: int) -> Matrix:
         weight = self.get(name, (rows, columns))
         if weight.dtype != torch.int8:
-            return Matrix(weight.float())
+            return Matrix(self._numbers(name, weight))
         return Matrix(weight, self.get(f"{name}_scale", (rows,)).float())
+
+    def _numbers(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            raise ModelError(f"{name} of {self.name} is stored as {tensor.dtype}", "floating point", "fetch it again")
+        return tensor.float()
 
     def optional_matrix(self, name: str, rows: int, columns: int) -> Matrix | None:
         return self.matrix(name, rows, columns) if name in self.left else None
@@ -265,7 +275,27 @@ def _eagle_config(checkpoint: Checkpoint) -> dict[str, Any]:
     if checkpoint.head_kind != "eagle3" or kind != "eagle3":
         found = kind if kind != "eagle3" else checkpoint.head_kind or "whole model"
         raise ModelError(f"{name} is of kind {found!r}", "an EAGLE-3 head", "choose the drafter that it belongs to")
-    return {**config.pop("transformer_layer_config", {}), **config}
+    return {**_table(name, config, "transformer_layer_config"), **config}
+
+
+def _table(name: str, config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """An object inside config.json, empty if it is not there."""
+    found = config.get(key) or {}
+    if not isinstance(found, Mapping):
+        raise ModelError(f"config.json of {name} says {key} = {found!r}"[:200], "an object", "fetch the head again")
+    return found
+
+
+def _layer_ids(name: str, table: Mapping[str, Any]) -> list[int]:
+    """`eagle_aux_hidden_state_layer_ids`, empty if it is not there."""
+    found = table.get("eagle_aux_hidden_state_layer_ids") or []
+    if not isinstance(found, (list, tuple)) or not all(type(layer) is int for layer in found):
+        raise ModelError(
+            f"eagle_aux_hidden_state_layer_ids of {name} is {found!r}"[:200],
+            "a list of layers",
+            "correct its config.json",
+        )
+    return list(found)
 
 
 def _eagle_shape(name: str, config: Mapping[str, Any], target: ModelConfig) -> ModelConfig:
@@ -291,34 +321,34 @@ def _feature_layers(name: str, config: Mapping[str, Any], count: int, num_layers
     and SGLang write it inside `eagle_config` and name layers by index, whose output is one further on. The EAGLE
     project writes nothing and takes (2, n / 2, n - 3), which is everybody's default.
     """
-    inner = config.get("eagle_config") or {}
+    inner = _table(name, config, "eagle_config")
     if inner.get("use_aux_hidden_state") is False:
         raise ModelError(f"{name} reads the target's last layer only (an EAGLE-1 head)", "an EAGLE-3 head")
-    ids, nested = config.get("eagle_aux_hidden_state_layer_ids"), inner.get("eagle_aux_hidden_state_layer_ids")
+    ids, nested = _layer_ids(name, config), _layer_ids(name, inner)
     if nested and not ids and config.get("tie_lm_head_to_target"):  # only this workbook writes that key
         raise ModelError(
-            f"{name} was exported by this workbook and names its layers only inside eagle_config ({list(nested)})",
+            f"{name} was exported by this workbook and names its layers only inside eagle_config ({nested})",
             "eagle_aux_hidden_state_layer_ids at the top, the number of layers before each hidden state; inside "
             "eagle_config each is one less",
             "export it again, or correct its config.json",
         )
     if nested:
         nested = [layer + 1 for layer in nested]
-        if ids and list(ids) != nested:
+        if ids and ids != nested:
             raise ModelError(
-                f"{name} names its layers twice and differently: hidden states {list(ids)} at the top, the outputs of "
+                f"{name} names its layers twice and differently: hidden states {ids} at the top, the outputs of "
                 f"layers {[layer - 1 for layer in nested]} in eagle_config",
                 "the same layers, the inner ids one lower",
                 "correct its config.json",
             )
-    ids = tuple(ids or nested or (2, num_layers // 2, num_layers - 3))
+    ids = ids or nested or [2, num_layers // 2, num_layers - 3]
     if len(ids) != count or len(set(ids)) != count or min(ids) < 0 or max(ids) > num_layers:
         raise ModelError(
-            f"{name} reads hidden states {list(ids)} and its fc.weight joins {count}",
+            f"{name} reads hidden states {ids} and its fc.weight joins {count}",
             f"{count} different ones from 0 to {num_layers}, as the target has {num_layers} layers",
             "take a head trained for this target, or correct eagle_aux_hidden_state_layer_ids in its config.json",
         )
-    return ids
+    return tuple(ids)
 
 
 def _draft_vocabulary(

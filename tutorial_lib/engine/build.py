@@ -114,6 +114,8 @@ def build_engine(
         "max_seq_len": _sequence_limit(max_seq_len, config),
         "max_draft_len": _at_least("max_draft_len", max_draft_len, 0),
     }
+    if max_draft_len > (most := max(RING_ROOM, limits["max_seq_len"]) - 1):  # caches and trees are made as large
+        raise OptionError(f"max_draft_len is {max_draft_len}", f"at most {most}, so that a draft fits into a text")
     if fp8 is not None and dtype != "fp8":
         raise OptionError(f"FP8 options were given and dtype is {dtype!r}", "dtype 'fp8'", "add --dtype fp8")
     made_how = asdict(fp8 or Fp8Config()) if dtype == "fp8" else None

@@ -75,10 +75,10 @@ class ModelConfig:
             num_heads=heads,
             num_kv_heads=config.get("num_key_value_heads") or heads,
             head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+            rms_norm_eps=config.get("rms_norm_eps") or 1e-6,
             rope_theta=theta,
             rope_scaling=rope if kind == "llama3" else None,
-            max_position_embeddings=config.get("max_position_embeddings", 2048),
+            max_position_embeddings=config.get("max_position_embeddings") or 2048,
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             sliding_window=_sliding_window(config, architecture),
         )
