@@ -107,6 +107,18 @@ def test_target_and_drafter_are_each_chosen_for_and_told(hopper, tmp_path):
     assert hopper[0]["folder"] == tmp_path / "stream"
 
 
+def test_where_weights_fit_once_only_one_hears_what_prompts_cost(hopper, monkeypatch, tmp_path):
+    monkeypatch.setattr(host, "has_room_for_both", lambda model: False)
+    said = []
+    loader = host.Loader("stream", None, 1, (), said.append)
+    measured = found_at_build({16: {"stream": 18.3, "triton": 20.0}})
+    model, _ = loader.load(info(tmp_path, **measured), "target", load)
+    assert model.reader is None and hopper[0]["in_place"] and loader.chosen["target"]["prompt_rows"] == 16
+    assert said[0] == "weights of the target fit once only: prompts are read 16 rows a step, 1.15 s for 1,000 tokens"
+    loader.load(info(tmp_path), "drafter", load)
+    assert said[2] == "weights of the drafter fit once only: prompts are read 16 rows a step"
+
+
 def test_asked_for_by_name_nothing_is_switched_silently(hopper, tmp_path):
     eagle = EagleDecodingConfig(speculative_model="x", max_draft_len=4)
     loads = []

@@ -132,11 +132,23 @@ class Loader:
         report: dict[str, Any] = {}
         if choice.is_stream:
             streamed = to_stream(model, folder=info.path / FOLDER, say=self.say)
-            report, model = streamed.steps.report, streamed
+            report, model = {**streamed.steps.report, "prompt_rows": streamed.prompt_rows}, streamed
+            if streamed.reader is None:
+                self.say(f"weights of the {role} fit once only: {_cost_of_prompts(measured)}")
         self.chosen[role] = {"kernel": choice.kernel, "why": choice.why, **report}
         if self.kernel != "triton":
             self.say(f"kernel of the {role}: {choice.kernel}, {choice.why}")
         return model, head_ids
+
+
+def _cost_of_prompts(measured: Mapping[str, Any] | None) -> str:
+    """What it means for prompts that the whole-step kernel reads them too."""
+    said = f"prompts are read {STREAM_ROWS} rows a step"
+    ms = (measured or {}).get("ms", {}).get(str(STREAM_ROWS))
+    if ms is None:
+        return said
+    seconds = 1e-3 * ms["stream"] * -(-1000 // STREAM_ROWS)
+    return f"{said}, {seconds:.2f} s for 1,000 tokens"
 
 
 def to_stream(
