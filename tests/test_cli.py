@@ -608,6 +608,7 @@ def test_bench_under_load_passes_its_options_on_and_refuses_them_elsewhere(workb
     assert (second.max_draft_len, second.draft_len_schedule, second.kv_tokens) == (5, {1: 5, 4: 0}, 4096)
     assert "--concurrency is '1;2'" in refuses(*load, "--concurrency", "1;2")
     assert "--draft-len-schedule is '1'" in refuses(*load, "--draft-len-schedule", "1")
+    assert "is '1:4,1:2'; needed: every number" in refuses(*load, "--draft-len-schedule", "1:4,1:2")
     assert "--prompts has no effect" in refuses(*load, "--prompts", "x.jsonl")
     for other in (["bench"], ["bench", "--experiment", "methods"], TRTLLM):
         assert "--arrival has no effect without --experiment load" in refuses(*other, "--arrival", "closed")

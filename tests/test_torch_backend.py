@@ -99,6 +99,15 @@ def test_the_manifest_has_limits_tactics_and_the_command(tmp_path):
     assert str(tmp_path) not in json.dumps(info.manifest)
 
 
+def test_limits_that_no_machine_holds_are_refused(tmp_path):
+    for size in (10**9, 2**70):
+        with pytest.raises(OptionError, match=f"KV cache for max_batch_size {size} and max_seq_len 64 takes .* GB"):
+            LLM(NAME, max_seq_len=64, max_batch_size=size)
+    with pytest.raises(OptionError, match="max_draft_len is 1000000000; needed: at most 127"):
+        opened(NAME, tmp_path / "e", max_draft_len=10**9)
+    assert opened(NAME, tmp_path / "e", max_draft_len=127).max_draft_len == 127
+
+
 def test_loading_obeys_the_tactic_table_and_times_nothing(tmp_path, monkeypatch):
     from tutorial_lib.engine import linear
 

@@ -656,12 +656,14 @@ def _schedule(text: str | None) -> dict[int, int] | None:
     if text is None:
         return None
     try:
-        pairs = [part.split(":") for part in text.split(",")]
-        return {int(size): int(k) for size, k in pairs}
+        pairs = [(int(size), int(k)) for size, k in (part.split(":") for part in text.split(","))]
     except ValueError:
         raise OptionError(
             f"--draft-len-schedule is {text!r}", "pairs of requests and K", "write for example 1:4,4:2,8:0"
         ) from None
+    if len(dict(pairs)) < len(pairs):
+        raise OptionError(f"--draft-len-schedule is {text!r}", "every number of requests once", "drop one of the two")
+    return dict(pairs)
 
 
 def _bench_experiment(profile: Profile, experiment: str, json_file: str | None, budget_s: float | None) -> None:

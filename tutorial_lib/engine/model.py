@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ..errors import ModelError
+from ..errors import ModelError, OptionError
 
 PREFILL_CHUNK = 512  # rows per prefill pass: bounds the attention mask's memory
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
@@ -319,7 +319,15 @@ class Model:
         self.max_rows = ring_room if ring_room is not None and self.is_ring else max_seq_len
         self.cache_rows = ring if ring is not None and self.is_ring else max_seq_len
         shape = (config.num_layers, max_slots, 2 * config.num_kv_heads, self.cache_rows, config.head_dim)
-        self.cache = torch.empty(shape, dtype=self.dtype, device=self.device)
+        try:
+            self.cache = torch.empty(shape, dtype=self.dtype, device=self.device)
+        except (RuntimeError, TypeError) as error:  # TypeError: a number of bytes beyond 64 bits
+            gb = math.prod(shape) * self.dtype.itemsize / 1e9
+            raise OptionError(
+                f"a KV cache for max_batch_size {max_slots} and max_seq_len {max_seq_len} takes {gb:.4g} GB",
+                "what this machine's memory holds",
+                "ask for fewer requests at once, or shorter ones",
+            ) from error
         self.rotations = rotary_table(config, max_seq_len).to(self.device)
         self._masks: dict[int, torch.Tensor] = {}
 
