@@ -169,6 +169,69 @@ def test_engines_that_do_not_fit_together_run_one_after_another():
     assert "not in turns" in document["summary"]["notes"][-1]
 
 
+def test_each_engine_has_its_own_best_k_at_every_acceptance():
+    """A round of K costs 10 ms and 1 (torch) or 4 (vllm) a draft token: what pays can be worked out by hand."""
+    kept = []
+
+    def make(backend, asked, drafter, prompts):
+        k = drafter.k if drafter else 0
+        assert asked.forced_length(drafter) == (None if not k else pytest.approx(sum(0.5**i for i in range(k + 1))))
+        return Timed(backend, drafter, 0.010 + k * {"torch": 0.001, "vllm": 0.004}[backend])
+
+    class Timed(Engine):
+        @property
+        def info(self):
+            return super().info | {"max_draft_len": self.drafter.k if self.drafter else 0}
+
+        def _answer(self, ids, params):
+            steps = range(params.max_tokens)
+            rounds = [Round((), 0, (1,), 0.0, self.step_s, self.step_s * (i + 2)) for i in steps[1:]]
+            return Generation(ids, list(steps), "", "length", rounds, self.step_s, self.step_s * len(steps))
+
+    asked = Asked("t", DRAFTER, "float32", "cpu", max_tokens=6, draft_lens=(2, 6), acceptance_probability=0.5)
+    document = compare_backends(
+        ["torch", "vllm"], asked, prompts=PROMPTS, say=lambda line: None, make=make, repeats=1, one_at_a_time=True,
+        keep=kept.append,
+    )  # fmt: skip
+    names = [(e["backend"], e["method"]) for e in document["summary"]["entries"]]
+    assert names == [(b, m) for b in ("torch", "vllm") for m in ("plain", "ngram K=2", "ngram K=6")]
+    assert [len(found["runs"]) for found in kept] == [1, 2, 3, 4, 5, 6]
+    best = {(row["alpha"], row["backend"]): row for row in document["summary"]["best"]}
+    assert set(best) == {(a, b) for a in peers.PROBABILITIES for b in ("torch", "vllm")}
+
+    def rate(alpha, k, each):
+        return sum(alpha**i for i in range(k + 1)) / (0.010 + k * each)
+
+    for (alpha, backend), row in best.items():
+        each = {"torch": 0.001, "vllm": 0.004}[backend]
+        k = max((0, 2, 3, 4, 5, 6), key=lambda n: rate(alpha, n, each))
+        assert row["best_k"] == k and row["is_measured"] == (k in (0, 2, 6))
+        assert row["decode_tok_s"] == pytest.approx(rate(alpha, k, each), rel=1e-6)
+        assert row["speedup"] == pytest.approx(rate(alpha, k, each) / rate(alpha, 0, each))
+    torch, vllm = best[0.8, "torch"], best[0.8, "vllm"]
+    assert torch["against_reference"] is None
+    assert vllm["against_reference"] == pytest.approx(vllm["decode_tok_s"] / torch["decode_tok_s"])
+    assert best[0.6, "vllm"]["best_k"] == 2 and best[0.9, "torch"]["best_k"] == 6
+    rows = peers.describe_best(document["summary"]["best"], "torch")
+    assert rows[0]["round's time"] in ("measured", "between two measured K") and len(rows) == 8
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"draft_lens": (0, 2)}, "K is 0, 2.*from 1 on"),
+        ({"draft_lens": (2, 2)}, "K is 2, 2.*each once"),
+        ({"draft_lens": (2,), "drafter": None}, "a drafter"),
+        ({"draft_lens": (2,), "acceptance_length": 2.0}, "one way to force acceptance"),
+        ({"acceptance_probability": 0.5, "acceptance_length": 2.0}, "one way to force acceptance"),
+        ({"acceptance_probability": 1.5}, "1.5.*0 to 1"),
+    ],
+)
+def test_sweeps_that_cannot_be_are_refused(given, words):
+    with pytest.raises(OptionError, match=words):
+        peers.check_sweep(Asked(**({"target": "t", "drafter": DRAFTER} | given)))
+
+
 def test_forced_acceptance_is_refused_by_name_where_an_engine_has_none():
     asked = Asked(TARGET, DRAFTER, "float32", "cpu", acceptance_length=2.0)
     with pytest.raises(OptionError, match="simulated_acceptance was given for backend 'transformers'"):
@@ -218,6 +281,14 @@ def test_the_command_runs_real_engines_and_one_in_a_child_and_says_what_did_not(
     assert by["vllm", "plain"]["same_text"] is None and last["summary"]["is_simulated"]  # a stand-in's words
     assert by["tensorrt_llm", "ngram"]["status"] == "not run" and "not installed" in by["tensorrt_llm", "ngram"]["why"]
     assert "not run" in out and "simulated" in out
+    sweep = ["compare", "--backends", "torch,vllm", "--target", TARGET, "--drafter", "ngram", "--sweep", "1,3"]
+    code = cli._run([*sweep, "--max-tokens", "8", "--repeats", "1", "--one-at-a-time", "--json", str(file)])
+    out = capsys.readouterr().out
+    assert code == 0 and "right per token" in out, out
+    *runs, last = read_records(file)
+    assert [r["max_draft_len"] for r in runs] == [0, 1, 3] * 2
+    assert {row["backend"] for row in last["summary"]["best"]} == {"torch", "vllm"}
+    assert cli._run([*sweep, "--max-draft-len", "2"]) == 2 and cli._run([*sweep[:-1], "x"]) == 2
 
 
 def test_a_child_answers_as_the_backend_would_and_its_end_is_told(vllm_path):

@@ -125,6 +125,17 @@ def test_float32_stays_float32_and_fp8_reaches_the_drafter_too():
     assert made["kv_cache_memory_bytes"] >= 2 * per_token * 1000  # target's and drafter's, a byte each
 
 
+def test_random_weights_are_made_in_fp8_from_the_start(vllm):
+    """A checkpoint in more bits would be held whole before it is quantized: 141 GB of a 70B."""
+    for dtype, quantized in (("fp8", True), ("bfloat16", False)):
+        backend = VllmBackend(TARGET, dtype=dtype)
+        made = asked(vllm, "EngineArgs")[-1]
+        config = json.loads((Path(made["model"]) / "config.json").read_text())
+        assert ("quantization_config" in config) == quantized and config["hidden_size"] > 0
+        backend.close()
+        assert not Path(made["model"]).exists()
+
+
 def test_forced_acceptance_is_vllms_own_and_needs_a_drafter(vllm):
     config = DraftTargetDecodingConfig(max_draft_len=4, speculative_model_dir=DRAFTER)
     backend = VllmBackend(

@@ -26,6 +26,9 @@ def compare(
     target: Annotated[str, typer.Option(help="A checkpoint.")] = "embedded:target",
     drafter: Annotated[str | None, typer.Option(help="As for generate. Without it: plain decoding only.")] = None,
     max_draft_len: Annotated[int | None, typer.Option(help="K, draft tokens per round; default 4.")] = None,
+    draft_lens: Annotated[
+        str | None, typer.Option("--sweep", metavar="K,…", help="Run the drafter at each K; tells each engine's best.")
+    ] = None,
     ngram_size: Annotated[int | None, typer.Option(metavar="N", help="ngram: longest n-gram; default 3.")] = None,
     prompts: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Spec-Bench JSON lines; default: one of each kind.")
@@ -39,6 +42,9 @@ def compare(
     tensor_parallel_size: Annotated[int, typer.Option(help="GPUs that share the target.")] = 1,
     acceptance_length: Annotated[
         float | None, typer.Option(metavar="A", help="Force it, where an engine can; texts then mean nothing.")
+    ] = None,
+    acceptance_probability: Annotated[
+        float | None, typer.Option(metavar="P", help="Force as much as if each draft token were right so often.")
     ] = None,
     price_per_hour: Annotated[
         float | None, typer.Option(metavar="P", help="What the machine costs an hour: adds a price per token.")
@@ -61,15 +67,21 @@ def compare(
     peers.check_names(names)
     options = None if drafter is None else DrafterOptions(drafter, max_draft_len, ngram_size=ngram_size)
     if options is None:
-        of_drafter = {"--max-draft-len": max_draft_len, "--ngram-size": ngram_size}
-        cli._refuse_given(of_drafter | {"--acceptance-length": acceptance_length}, "without --drafter")
+        of_drafter = {"--max-draft-len": max_draft_len, "--ngram-size": ngram_size, "--sweep": draft_lens}
+        forced = {"--acceptance-length": acceptance_length, "--acceptance-probability": acceptance_probability}
+        cli._refuse_given(of_drafter | forced, "without --drafter")
+    if draft_lens is not None:
+        cli._refuse_given({"--max-draft-len": max_draft_len}, "with --sweep")
     asked = peers.Asked(
-        target, options, dtype, device, max_tokens, temperature, seed, tensor_parallel_size, acceptance_length
-    )
+        target, options, dtype, device, max_tokens, temperature, seed, tensor_parallel_size, acceptance_length,
+        draft_lens=_whole_numbers(draft_lens), acceptance_probability=acceptance_probability,
+    )  # fmt: skip
+    peers.check_sweep(asked)
     _ = asked.params  # refuses a temperature or a limit that makes no sense
     cli.check_json_file(json_file)
     out = sys.stderr if json_file == "-" else sys.stdout
     if dry_run:
+        cli._refuse_given({"--sweep": draft_lens}, "with --dry-run")
         _dry_run(names, asked, nodes, json_file)
         return
     cli._refuse_given({"--nodes": nodes}, "without --dry-run")
@@ -83,6 +95,8 @@ def compare(
         from .models import load_tokenizer, resolve
 
         more = {"prompts": [filler_prompt(load_tokenizer(resolve(target)), FILLER_TOKENS)], "prompt_set": "filler"}
+    if json_file not in (None, "-"):
+        more["keep"] = lambda so_far: methods.write(so_far, json_file)
     document = peers.compare_backends(
         names, asked, repeats=cli._at_least_one("--repeats", repeats), command=cli._command(),
         say=lambda line: cli._say(line), price_per_hour=price_per_hour,
@@ -91,6 +105,8 @@ def compare(
     from .show.tables import Table
 
     print(cli.printable(repr(Table(peers.describe(document["summary"])))), file=out)
+    if best := document["summary"].get("best"):
+        print(cli.printable(repr(Table(peers.describe_best(best, document["summary"]["reference"])))), file=out)
     for line in energy.describe(_by_name(document["runs"])):
         cli._say(line, out)
     if document["summary"]["is_simulated"]:
@@ -103,7 +119,17 @@ def compare(
 
 
 def _by_name(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {f"{run['backend']} {run['method']}": run for run in runs}
+    def name(run: dict[str, Any]) -> str:
+        return f"{run['backend']} {run['method']}" + (f" K={run['max_draft_len']}" if run["max_draft_len"] else "")
+
+    return {name(run): run for run in runs}
+
+
+def _whole_numbers(words: str | None) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in words.split(",")) if words is not None else ()
+    except ValueError as error:
+        raise OptionError(f"--sweep is {words}", "whole numbers with commas between, for example 2,5,10") from error
 
 
 def _dry_run(names: list[str], asked: Any, nodes: int | None, json_file: str | None) -> None:
@@ -117,7 +143,7 @@ def _dry_run(names: list[str], asked: Any, nodes: int | None, json_file: str | N
         raise OptionError("--dry-run without vllm in --backends", "vllm", "its launch is what is printed")
     config = None if asked.drafter is None else decoding_config(asked.drafter)
     drafter = getattr(config, "speculative_model_dir", None)
-    simulated = asked.acceptance_length
+    simulated = asked.forced_length(asked.drafter)
     model, model_config = _place_of(asked.target)
     arguments = vllm_calls.engine_args(
         model,

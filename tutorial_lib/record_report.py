@@ -237,6 +237,10 @@ def _generated(record: Record) -> str:
 def _add_summary(section: Section, summary: Mapping[str, Any]) -> None:
     if "entries" in summary:
         section.tables.append(("engines side by side", Table(peers.describe(summary))))
+        if best := summary.get("best"):
+            section.tables.append(
+                ("each engine at its own best K", Table(peers.describe_best(best, summary["reference"])))
+            )
     elif summary:
         section.details.append(("summary", _plain_values(summary)))
     if "spec_bench" in summary:

@@ -66,6 +66,7 @@ class VllmBackend:
         if device not in ("auto", "cuda"):
             raise OptionError(f"device is {device!r}", "'auto' or 'cuda' for vLLM", "leave it out")
         self._folders = contextlib.ExitStack()
+        self._dtype = dtype
         start = time.perf_counter()
         target, drafter = resolve(str(model), say=say), _drafter(speculative_config, say)
         if drafter is not None and isinstance(speculative_config, DraftTargetDecodingConfig):
@@ -206,11 +207,15 @@ class VllmBackend:
     # ---- loading --------------------------------------------------------------------------------------------------
 
     def _folder_of(self, checkpoint: Checkpoint) -> str:
-        """A dummy has no folder: one is made that holds its configuration, from which vLLM makes weights of its own."""
+        """A dummy has no folder: one is made that holds its configuration, from which vLLM makes weights of its own, in
+        FP8 from the start if asked: of a checkpoint in more bits it would first hold all of them."""
         if checkpoint.folder is not None:
             return str(checkpoint.folder)
+        config = dict(checkpoint.config)
+        if self._dtype == "fp8":
+            config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
         folder = self._folders.enter_context(tempfile.TemporaryDirectory(prefix="workbook-dummy-"))
-        (Path(folder) / "config.json").write_text(json.dumps(checkpoint.config), "utf-8")
+        (Path(folder) / "config.json").write_text(json.dumps(config), "utf-8")
         return folder
 
     def _load(self, arguments: dict[str, Any]) -> Any:

@@ -2,12 +2,13 @@
 
 Every backend runs plain and with the drafter, as far as it can; vLLM and TensorRT-LLM in processes of their own. Text
 is compared with that of the reference, the torch backend where it runs, token by token. A backend that is not here or
-refuses is listed with its reason. Times and figures come from `measure`; this module chooses, opens and gathers.
+refuses is listed with its reason. With several K the drafter runs at each, and `best_rows` says which is each engine's
+own best at which acceptance. Times and figures come from `measure`; this module chooses, opens and gathers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,12 +18,14 @@ from ..config import SamplingParams, SimulatedAcceptance
 from ..drafter_options import DrafterOptions, decoding_config
 from ..errors import BackendUnavailable, OptionError, WorkbookError
 from ..results import Generation, without_folders
-from .measure import Measurable, Say, Session, compare
+from .cost_model import expected_tokens
+from .measure import Measurable, Say, Session, between, compare
 from .prompts import Prompt, load_prompts, render, select
 from .summary import PLAIN, first_differences, paired_speedups
 
 EXPERIMENT = "compare"
 IN_A_CHILD = ("vllm", "tensorrt_llm")
+PROBABILITIES = (0.6, 0.7, 0.8, 0.9)  # of a draft token to be right, for which the best K is told
 Maker = Callable[[str, "Asked", DrafterOptions | None, Sequence[Prompt]], Measurable]
 
 
@@ -30,7 +33,8 @@ Maker = Callable[[str, "Asked", DrafterOptions | None, Sequence[Prompt]], Measur
 class Asked:
     """What all backends are asked to run. dtype "auto": bfloat16 on a GPU, float32 on a CPU, so that all agree;
     device likewise, but for engines in processes of their own, which are told what was asked (`child_device`).
-    acceptance_length: forced, where an engine has it."""
+    acceptance_length: forced, where an engine has it; or acceptance_probability, from which every K has its own length.
+    draft_lens: run the drafter at each of these K in the place of its own."""
 
     target: str = "embedded:target"
     drafter: DrafterOptions | None = None
@@ -42,6 +46,16 @@ class Asked:
     tensor_parallel_size: int = 1
     acceptance_length: float | None = None
     child_device: str = "auto"
+    draft_lens: tuple[int, ...] = ()
+    acceptance_probability: float | None = None
+
+    def forced_length(self, drafter: DrafterOptions | None) -> float | None:
+        """The acceptance length to force on `drafter`; None for plain decoding, and where nothing is forced."""
+        if drafter is None:
+            return None
+        if self.acceptance_probability is not None:
+            return expected_tokens(self.acceptance_probability, drafter.k)
+        return self.acceptance_length
 
     @property
     def params(self) -> SamplingParams:
@@ -63,18 +77,22 @@ def compare_backends(
     command: str = "",
     say: Say = print,
     make: Maker | None = None,
+    keep: Callable[[dict[str, Any]], None] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Run them and return {"kind", "experiment", "runs": records, "summary": {...}}.
 
     prompts: all of these; without, one of every category of the bundled ones. one_at_a_time: where the models do not
     fit into memory together, each engine does all its repeats before the next is loaded, on the first turn of every
-    prompt; a machine that drifts then favours one, and the summary says so. options: further ones of
-    `measure.compare`. Raises `OptionError` where nothing could be run at all, and for unknown or repeated names.
+    prompt; a machine that drifts then favours one, and the summary says so. keep: gets what there is whenever an
+    engine of these is done, so that a run that is cut off keeps it. options: further ones of `measure.compare`.
+    Raises `OptionError` where nothing could be run at all, and for unknown or repeated names.
     """
     check_names(backends)
-    if asked.drafter is not None:
-        decoding_config(asked.drafter)  # mistakes show before any work
+    check_sweep(asked)
+    for _, drafter in _variants(asked):
+        if drafter is not None:
+            decoding_config(drafter)  # mistakes show before any work
     asked = settled(asked)
     prompts = select(load_prompts(), 1) if prompts is None else list(prompts)
     if one_at_a_time:
@@ -91,16 +109,23 @@ def compare_backends(
     def measured(llms: Mapping[str, Measurable]) -> Session:
         return compare(llms, prompts, asked.params, methods=opener.methods, **common, **options)
 
-    run = _in_sequence if one_at_a_time else _in_turns
-    session = run(backends, opener, measured)
+    def document(session: Session) -> dict[str, Any]:
+        summary = summarize(backends, session, opener.why, asked)
+        if one_at_a_time:
+            summary["notes"].append(
+                "engines ran one after another, not in turns: what the machine drifts is in the ratios"
+            )
+        runs = list(session.records.values())
+        return {"kind": "comparison", "experiment": EXPERIMENT, "profile": "", "runs": runs, "summary": summary}
+
+    if one_at_a_time:
+        session = _in_sequence(backends, opener, measured, lambda so_far: keep(document(so_far)) if keep else None)
+    else:
+        session = _in_turns(backends, opener, measured)
     if not session.records:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in opener.why.items())
         raise OptionError(f"none of the backends runs here ({reasons})", "at least one", "see the reasons")
-    summary = summarize(backends, session, opener.why, asked)
-    if one_at_a_time:
-        summary["notes"].append("engines ran one after another, not in turns: what the machine drifts is in the ratios")
-    runs = list(session.records.values())
-    return {"kind": "comparison", "experiment": EXPERIMENT, "profile": "", "runs": runs, "summary": summary}
+    return document(session)
 
 
 def _in_turns(
@@ -113,7 +138,10 @@ def _in_turns(
 
 
 def _in_sequence(
-    backends: Sequence[str], opener: _Opener, measured: Callable[[Mapping[str, Measurable]], Session]
+    backends: Sequence[str],
+    opener: _Opener,
+    measured: Callable[[Mapping[str, Measurable]], Session],
+    keep: Callable[[Session], None],
 ) -> Session:
     """Each engine alone, closed before the next is opened."""
     whole = Session({}, {}, [])
@@ -125,6 +153,7 @@ def _in_sequence(
             whole.generations |= found.generations
             whole.walls |= found.walls
             whole.requests = found.requests
+            keep(whole)
     return whole
 
 
@@ -133,6 +162,19 @@ def check_names(backends: Sequence[str]) -> None:
         raise OptionError(f"backend {unknown[0]!r} is unknown", f"some of {', '.join(BACKENDS)}", "correct --backends")
     if len(backends) < 2 or len(set(backends)) < len(backends):
         raise OptionError(f"backends are {', '.join(backends) or 'none'}", "at least two, each once")
+
+
+def check_sweep(asked: Asked) -> None:
+    lens, both = asked.draft_lens, asked.acceptance_length is not None and asked.acceptance_probability is not None
+    if lens and (asked.drafter is None or min(lens) < 1 or len(set(lens)) < len(lens)):
+        raise OptionError(f"K is {', '.join(map(str, lens))}", "a drafter, and numbers from 1 on, each once")
+    if both or (lens and asked.acceptance_length is not None):
+        raise OptionError(
+            "an acceptance length for several K, or beside a probability", "one way to force acceptance",
+            "give the probability, from which every K has its own length",
+        )  # fmt: skip
+    if asked.acceptance_probability is not None and not 0 <= asked.acceptance_probability <= 1:
+        raise OptionError(f"acceptance probability is {asked.acceptance_probability:g}", "0 to 1")
 
 
 def settled(asked: Asked) -> Asked:
@@ -168,7 +210,7 @@ class _Opener:
                 except (WorkbookError, RuntimeError) as error:  # the latter are a GPU's: memory, a graph not captured
                     self._refused(name, backend, error)
                 else:
-                    self.methods[name] = method
+                    self.methods[name] = PLAIN if drafter is None else method_name(drafter)
                     yield name, llm
 
     def _open(self, backend: str, drafter: DrafterOptions | None, stack: ExitStack) -> Measurable:
@@ -189,9 +231,14 @@ class _Opener:
 
 
 def _variants(asked: Asked) -> list[tuple[str, DrafterOptions | None]]:
+    """What every backend runs, by the name that entries have."""
     if asked.drafter is None:
         return [(PLAIN, None)]
-    return [(PLAIN, None), (method_name(asked.drafter), asked.drafter)]
+    method = method_name(asked.drafter)
+    if not asked.draft_lens:
+        return [(PLAIN, None), (method, asked.drafter)]
+    swept = [replace(asked.drafter, max_draft_len=k) for k in asked.draft_lens]
+    return [(PLAIN, None), *((f"{method} K={drafter.k}", drafter) for drafter in swept)]
 
 
 def method_name(drafter: DrafterOptions) -> str:
@@ -209,14 +256,12 @@ def open_llm(backend: str, asked: Asked, drafter: DrafterOptions | None, prompts
 
     options: dict[str, Any] = {"dtype": asked.dtype, "device": asked.device}
     options["tensor_parallel_size"] = asked.tensor_parallel_size
-    forced = asked.acceptance_length if drafter is not None else None
-    if backend in IN_A_CHILD:
+    forced = asked.forced_length(drafter)
+    if backend != "transformers":  # which needs no limits; the others prepare for what they are told
         tokenizer = load_tokenizer(resolve(asked.target, say=lambda line: None))
-        options |= {
-            "device": asked.child_device,
-            "max_batch_size": 1,
-            "max_seq_len": longest(prompts, tokenizer, asked),
-        }
+        options |= {"max_batch_size": 1, "max_seq_len": longest(prompts, tokenizer, asked)}
+    if backend in IN_A_CHILD:
+        options["device"] = asked.child_device
         return RemoteLLM(
             asked.target, backend=backend, tokenizer=tokenizer, drafter=drafter, acceptance_length=forced, **options
         )
@@ -228,7 +273,7 @@ def open_llm(backend: str, asked: Asked, drafter: DrafterOptions | None, prompts
 
 def longest(prompts: Sequence[Prompt], tokenizer: Any, asked: Asked) -> int:
     """Positions that the longest conversation takes, its answers and a round's drafts included, in steps of 256."""
-    k = asked.drafter.k if asked.drafter else 0
+    k = max(asked.draft_lens, default=asked.drafter.k) if asked.drafter else 0
     needed = max(
         len(render(Prompt(p.question_id, p.category, ("\n".join(p.turns),)), tokenizer))
         + len(p.turns) * (asked.max_tokens + 32)
@@ -257,13 +302,66 @@ def summarize(
                 entries.append(_entry(name, backend, method, session, reference, asked))
             else:
                 entries.append({"backend": backend, "method": method, "status": "not run", "why": why.get(name, "")})
-    return {
+    found = {
         "reference": reference,
         "ran": ran,
         "entries": entries,
         "is_simulated": any(record["is_simulated"] for record in session.records.values()),
         "notes": [f"{name}: {note}" for name, record in session.records.items() for note in record["notes"]],
     }
+    return found | ({"best": best_rows(session.records.values(), reference)} if asked.draft_lens else {})
+
+
+def best_rows(records: Iterable[Mapping[str, Any]], reference: str) -> list[dict[str, Any]]:
+    """For every probability and every backend that ran plain and at several K: its own best K, what that yields in
+    decoding, and how it stands against `reference` at its own best.
+
+    A round's time does not hang on what is accepted, so the measured times serve every probability; between two K that
+    were run it lies on a straight line, and `is_measured` says which K were. Sets beside each other what is recorded.
+    """
+    round_s: dict[str, dict[int, float]] = {}
+    for record in records:
+        if record["figures"]["round_ms"] is not None:
+            round_s.setdefault(record["backend"], {})[record["max_draft_len"]] = record["figures"]["round_ms"] / 1e3
+    rows = []
+    for alpha in PROBABILITIES:
+        best: dict[str, dict[str, Any]] = {}
+        for backend, times in round_s.items():
+            drafted = {k: seconds for k, seconds in times.items() if k}
+            if 0 not in times or not drafted:
+                continue
+            rates = {
+                k: expected_tokens(alpha, k) / between(drafted, k) for k in range(min(drafted), max(drafted) + 1)
+            } | {0: 1 / times[0]}
+            k = max(rates, key=lambda k: (rates[k], -k))
+            best[backend] = {
+                "alpha": alpha, "backend": backend, "best_k": k, "is_measured": k in times,
+                "acceptance_length": expected_tokens(alpha, k), "decode_tok_s": rates[k],
+                "speedup": rates[k] * times[0],
+            }  # fmt: skip
+        for backend, row in best.items():
+            base = best.get(reference) if backend != reference else None
+            rows.append(
+                row | {"against_reference": None if base is None else row["decode_tok_s"] / base["decode_tok_s"]}
+            )
+    return rows
+
+
+def describe_best(rows: Sequence[Mapping[str, Any]], reference: str) -> list[dict[str, Any]]:
+    """`best_rows` for a table of plain values."""
+    return [
+        {
+            "right per token": row["alpha"],
+            "backend": row["backend"],
+            "best K": row["best_k"] if row["best_k"] else "plain",
+            "tokens a round": row["acceptance_length"],
+            "decoded tokens/s": row["decode_tok_s"],
+            "over its own plain": row["speedup"],
+            f"against {reference}": row["against_reference"],
+            "round's time": "measured" if row["is_measured"] else "between two measured K",
+        }
+        for row in rows
+    ]
 
 
 def _entry(name: str, backend: str, method: str, session: Session, reference: str, asked: Asked) -> dict[str, Any]:
