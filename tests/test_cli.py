@@ -768,6 +768,16 @@ main(["build", "dummy:tiny-llama"])
 """
 
 
+def test_process_in_a_folder_that_is_gone(tmp_path):
+    code = "import os, sys; os.rmdir(os.getcwd()); from tutorial_lib.cli import main; main(['plan', 'llama-3.1-8b'])"
+    (tmp_path / "gone").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path / "gone", env=os.environ | {"PYTHONPATH": str(REPO)},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2 and done.stderr.startswith("error: the folder that this was started in is gone")
+
+
 def test_process_ends_with_130_on_ctrl_c():
     process = subprocess.Popen(
         [sys.executable, "-c", SLOW], cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

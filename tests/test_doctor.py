@@ -280,6 +280,9 @@ def test_this_machine_within_ten_seconds_whatever_hangs(monkeypatch, tmp_path, m
     assert "longer than 2 s" in machine.backends["tensorrt_llm"].detail
     assert exit_code(diagnose(machine)) == 1
     assert not (tmp_path / "not").exists()  # looking changes nothing
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SPECDEC_WORKBOOK_CACHE", str(tmp_path / "file"))
+    assert not doctor.inspect_machine().is_cache_writable
 
 
 def test_limits_leave_room_within_ten_seconds():

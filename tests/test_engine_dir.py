@@ -358,6 +358,23 @@ def test_truncated_manifest(built, content):
     refusal(create, built.path, writer(), overwrite=True)
 
 
+def test_a_full_disk_is_told_as_the_library_says_it(tmp_path):
+    def write(staging):
+        raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    assert "No space left on device; needed: a folder with room" in refusal(create, tmp_path / "e", write)
+    assert left_in(tmp_path) == set()
+    with pytest.raises(RuntimeError, match="os error 5"):  # a disk that fails is nobody's mistake
+        create(tmp_path / "e", lambda staging: (_ for _ in ()).throw(RuntimeError("I/O error (os error 5)")))
+
+
+def test_names_that_lead_nowhere_are_refused(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    for call in (open_here, lambda path: create(path, writer())):
+        assert "is not UTF-8" in refusal(call, tmp_path / "c\udc80")
+        assert "loop" in refusal(call, tmp_path / "loop" / "e")
+
+
 def test_a_manifest_that_a_build_did_not_write_is_not_loaded(built):
     """A valid file with other values would load, and decode other text."""
     before = (built.path / MANIFEST).read_text()

@@ -86,6 +86,10 @@ def _end(number: int, frame: Any) -> None:
 
 def _run(argv: Sequence[str] | None) -> int:
     try:
+        os.getcwd()
+    except FileNotFoundError:
+        return _fail("the folder that this was started in is gone; needed: one that exists; do this: cd to another")
+    try:
         code = app(args=None if argv is None else list(argv), prog_name="workbook", standalone_mode=False)
         sys.stdout.flush()
         if code == 130:  # newer typer turns Ctrl-C into this exit code without a word
@@ -492,6 +496,9 @@ def bench(
     draft_len_schedule: Annotated[
         str | None, typer.Option(metavar="N:K,…", help="load: K from so many requests on, 1:4,4:2,8:0.")
     ] = None,
+    beside: Annotated[
+        str | None, typer.Option("--backends", metavar="torch,vllm", help="load: engines that get the same requests.")
+    ] = None,
 ) -> None:
     """Measure plain and speculative decoding side by side; or an experiment, whose last line is a JSON document."""
     from . import config
@@ -508,6 +515,7 @@ def bench(
         "--concurrency": concurrency, "--arrival": arrival, "--rate": rate, "--target": target, "--drafter": drafter,
         "--acceptance-length": acceptance_length, "--input-len": input_len, "--output-len": output_len,
         "--kv-tokens": kv_tokens, "--draft-len-schedule": draft_len_schedule,
+        "--backends": beside,
     }  # fmt: skip
     if experiment is not None:
         _refuse_given({"--settings": settings}, "with --experiment")
@@ -628,7 +636,7 @@ def _bench_load(profile: Profile, asked: dict[str, Any], json_file: str | None, 
     from .bench import load_run
     from .bench.methods import write
 
-    for name, kind in (("concurrency", int), ("rate", float), ("methods", str)):
+    for name, kind in (("concurrency", int), ("rate", float), ("methods", str), ("backends", str)):
         asked[name] = _listed(f"--{name}", asked[name], kind)
     asked["rates"] = asked.pop("rate")
     asked["draft_len_schedule"] = _schedule(asked["draft_len_schedule"])

@@ -324,7 +324,7 @@ def inspect_machine() -> Machine:
             ram_total_gib=total,
             ram_free_gib=free,
             cache_dir=cache,
-            is_cache_writable=os.access(_existing(cache), os.W_OK),
+            is_cache_writable=_existing(cache).is_dir() and os.access(_existing(cache), os.W_OK),
             disk_free_gb=shutil.disk_usage(_existing(cache)).free / 1e9,
             versions=_versions("torch", "transformers", "tensorrt_llm", "vllm"),
             torch_error=torch_error,

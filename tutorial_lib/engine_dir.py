@@ -26,7 +26,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from .errors import EngineDirError
+from .errors import EngineDirError, WorkbookError
 
 FORMAT_VERSION = 2
 MANIFEST = "engine.json"
@@ -126,8 +126,9 @@ def create(
     is; any other is refused, unless `overwrite`, which replaces an engine directory and nothing else. Raises
     `EngineDirError`.
     """
-    path = Path(path).expanduser().resolve()
+    path = Path(path).expanduser()
     with _plain_os_errors(path):
+        path = _resolved(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path, say):
             _clean_up_dead_builds(path)
@@ -147,7 +148,7 @@ def open_engine(path: str | Path, *, backend: str, arch: str, check_hashes: bool
     """
     path = Path(path).expanduser()
     with _plain_os_errors(path):
-        path = path.resolve()
+        path = _resolved(path)
         manifest = _read_manifest(path)
         info = EngineInfo(path, manifest)
         if info.backend != backend:
@@ -493,14 +494,38 @@ def _plain_os_errors(path: Path) -> Iterator[None]:
     """A full disk, missing permission and the like are the user's to solve: one line instead of a traceback."""
     try:
         yield
-    except OSError as error:
-        if error.errno not in _USER_ERRNOS:
+    except WorkbookError:
+        raise
+    except Exception as error:
+        number = _errno_of(error)
+        if number not in _USER_ERRNOS:
             raise
         raise EngineDirError(
-            f"engine directory {path}: {error.strerror}",
+            f"engine directory {path}: {os.strerror(number)}",
             "a folder with room that you may use",
             "free it or choose another",
         ) from error
+
+
+def _errno_of(error: Exception) -> int:
+    """What the operating system said; safetensors and tokenizers (Rust) say it only in words. 0: nothing."""
+    if isinstance(error, OSError):
+        return error.errno or 0
+    said = re.search(r"\(os error (\d+)\)", str(error))
+    return int(said[1]) if said else 0
+
+
+def _resolved(path: Path) -> Path:
+    """`path` without links. Libraries that write into it take only names in UTF-8; a loop of links leads nowhere."""
+    try:
+        str(path).encode()
+        return path.resolve()
+    except UnicodeEncodeError:
+        raise EngineDirError(
+            f"the name {str(path)!r} is not UTF-8", "a name that is", "choose another folder"
+        ) from None
+    except RuntimeError:
+        raise EngineDirError(f"{path} is a link in a loop", "a folder", "choose another") from None
 
 
 def _exists(path: Path) -> bool:
