@@ -675,6 +675,8 @@ def test_dummy_scales_down():
         ("dummy:llama-9", "llama-3.3-70b.*tiny-mistral"),
         ("dummy:tiny-llama?width=3", "unknown option 'width'"),
         ("dummy:tiny-llama?layers=0", "layers='0'"),
+        ("dummy:tiny-llama?layers=99999999", "layers=99999999; needed: at most"),
+        ("dummy:tiny-llama?seed=1&seed=2", "has seed twice"),
         ("dummy:tiny-llama?layers=two", "layers='two'"),
         ("dummy:tiny-llama?heads=3", "divisible"),
         ("dummy:tiny-llama?vocab=100", "at least 258"),

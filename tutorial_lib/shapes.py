@@ -225,6 +225,10 @@ def _parse_overrides(name: str, query: str) -> dict[str, int]:
             raise ModelError(f"{name} has an unknown option {key!r}", f"one of {', '.join((*_OVERRIDES, 'seed'))}")
         if not value.isdecimal() or (key != "seed" and int(value) < 1):
             raise ModelError(f"{name} has {key}={value!r}", "a whole number of at least " + str(int(key != "seed")))
+        if key in given:
+            raise ModelError(f"{name} has {key} twice", "each option once", "drop one")
+        if key != "seed" and int(value) > 2**20:  # of layers alone, that many names would take minutes to write down
+            raise ModelError(f"{name} has {key}={value}", f"at most {2**20}", "ask for less")
         given[key] = int(value)
     return given
 

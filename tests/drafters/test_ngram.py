@@ -9,12 +9,19 @@ import pytest
 from tutorial_lib.config import NGramDecodingConfig, SamplingParams
 from tutorial_lib.drafters.base import Outcome, SlotState
 from tutorial_lib.drafters.ngram import NGramDrafter
+from tutorial_lib.errors import OptionError
 
 TEXT = [1, 2, 3, 4, 5, 1, 2, 3, 9, 9, 1, 2, 3]
 
 
 def drafter_of(size: int = 3, *, is_use_oldest: bool = False, stop_ids=()) -> NGramDrafter:
     return NGramDrafter(NGramDecodingConfig(max_matching_ngram_size=size, is_use_oldest=is_use_oldest), stop_ids)
+
+
+def test_an_index_that_would_outgrow_the_memory_is_refused():
+    drafter_of(64)
+    with pytest.raises(OptionError, match="max_matching_ngram_size is 65; needed: at most 64.*SADecodingConfig"):
+        drafter_of(65)
 
 
 def propose(drafter: NGramDrafter, ids: list[int], budget: int = 4, slot: int = 0) -> tuple[int, ...]:

@@ -10,13 +10,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ..config import NGramDecodingConfig
+from ..errors import OptionError
 from .base import Draft, Outcome, SlotState
+
+LONGEST = 64  # tokens of an n-gram: the index holds one of each length for every token of the text
 
 
 class NGramDrafter:
     feature_layers: tuple[int, ...] = ()
 
     def __init__(self, config: NGramDecodingConfig, stop_ids: Iterable[int]) -> None:
+        if config.max_matching_ngram_size > LONGEST:
+            raise OptionError(
+                f"max_matching_ngram_size is {config.max_matching_ngram_size}",
+                f"at most {LONGEST}: every n-gram of every length is kept",
+                "take SADecodingConfig (--drafter suffix), which compares any length",
+            )
         self._sizes = range(config.max_matching_ngram_size, 0, -1)
         self._is_use_oldest = config.is_use_oldest
         self._stop_ids = frozenset(stop_ids)  # never proposed: copied out of a chat history they would only be rejected
