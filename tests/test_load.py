@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +16,9 @@ from tutorial_lib.bench.load_run import bench_load, settings_for
 from tutorial_lib.config import PROFILES
 from tutorial_lib.errors import OptionError, WorkbookError
 from tutorial_lib.results import Generation, Round
+from tutorial_lib.show.load import plot_load
 
+STANDIN = Path(__file__).parent / "standin_vllm"
 TINY, SMALL = "dummy:tiny-llama?seed=5", "dummy:tiny-llama?seed=5&layers=1"
 
 
@@ -25,8 +28,7 @@ class Machine:
     def __init__(self, slots: int = 8) -> None:
         self.now, self.slots = 100.0, slots
         self.line: list[SimpleNamespace] = []
-        self.scheduler = SimpleNamespace(running=[], waiting=[])
-        self.cache = SimpleNamespace(pool=SimpleNamespace(held=0, blocks=[None] * 10))
+        self.in_turn = (0, 0, 0.0)
         self.widths: list[int] = []
 
     def open(self, prompts, params):
@@ -50,9 +52,11 @@ class Machine:
             request.first = request.last if request.first is None else request.first
             request.is_over = request.left == 0
         self.widths.append(len(self.line[: self.slots]))
-        self.scheduler.running, self.scheduler.waiting = self.line[: self.slots], self.line[self.slots :]
-        self.cache.pool.held = len(self.line)
+        self.in_turn = len(self.line[: self.slots]), len(self.line[self.slots :]), len(self.line) / 10
         self.line = [r for r in self.line if not r.is_over]
+
+    def occupancy(self):
+        return self.in_turn
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -177,6 +181,48 @@ def test_every_run_has_its_figures_and_its_requests(document):
         assert 0 < run["figures"]["kv_use_max"] <= 1 and max(row[1] for row in run["kv_use"]) <= run["concurrency"]
     drafted = next(r for r in document["runs"] if r["method"] == "draft_target")["figures"]
     assert drafted["acceptance_length"] > 1 and drafted["drafted"] >= drafted["accepted"] > 0
+
+
+def test_another_engine_gets_the_same_requests_in_a_process_of_its_own(cache, monkeypatch, tmp_path):
+    """vLLM's stand-in, plain and with lookup, one after the other; its figures beside ours at every point."""
+    monkeypatch.setenv("PYTHONPATH", str(STANDIN))
+    monkeypatch.syspath_prepend(str(STANDIN))
+    given = {"target": TINY, "drafter": SMALL, "concurrency": (1, 3), "requests_per_client": 2, "input_len": 12}
+    settings = settings_for(
+        PROFILES["cpu"], **given, methods=("plain", "ngram"), output_len=9, static_from=9, backends=("torch", "vllm")
+    )
+    found = bench_load("cpu", settings, say=lambda line: None)
+    runs = [(r["backend"], r["method"], r["concurrency"]) for r in found["runs"]]
+    ours = [("torch", method, n) for n in (1, 3) for method in ("plain", "ngram")]
+    assert runs == ours + [("vllm", method, n) for method in ("plain", "ngram") for n in (1, 3)]
+    assert all(part["status"] == "done" for part in found["parts"])
+    asked = {(r["concurrency"]): [row["output_tokens"] for row in r["timeline"]] for r in found["runs"][:4]}
+    for run in found["runs"][4:]:
+        assert [row["output_tokens"] for row in run["timeline"]] == asked[run["concurrency"]]
+        assert max(row[1] for row in run["kv_use"]) == run["concurrency"] and run["figures"]["kv_use_max"] > 0
+        assert all(0 <= row["arrival_s"] < row["first_token_s"] <= row["end_s"] for row in run["timeline"])
+    for point in found["summary"]["points"]:
+        assert set(point["methods"]) == {"plain", "ngram"} == set(point["peers"]["vllm"])
+        for method, theirs in point["peers"]["vllm"].items():
+            ahead = point["methods"][method]["output_tok_s"] / theirs["output_tok_s"]
+            assert theirs["ours_over_theirs"] == pytest.approx(ahead)
+        assert point["peers"]["vllm"]["plain"]["speedup"] == 1 and point["peers"]["vllm"]["ngram"]["speedup"] > 0
+    figure = plot_load(found["runs"])
+    names = [trace.name for trace in figure.data[::4]]
+    assert names == ["plain decoding", "n-gram lookup", "vllm: plain decoding", "vllm: n-gram lookup"]
+    assert "× vllm's throughput" in figure.layout.title.text.replace("<br>", " ")
+    assert any("vllm plain" in line and "(ours" in line for line in load_run.describe(found["summary"]))
+    missing = settings_for(PROFILES["cpu"], **given, methods=("plain",), output_len=4, backends=("torch", "vllm"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    lone = bench_load("cpu", missing, say=lambda line: None)
+    assert {r["backend"] for r in lone["runs"]} == {"torch"}
+    assert lone["parts"][-1]["status"] == "not run" and "vLLM is not installed" in lone["parts"][-1]["why"]
+    for wrong, why in (
+        ({"backends": ("vllm",)}, "torch, or torch and vllm"),
+        ({"backends": ("torch", "vllm"), "kv_tokens": 64}, "only torch takes them"),
+    ):
+        with pytest.raises(OptionError, match=why):
+            settings_for(PROFILES["cpu"], **given, **wrong)
 
 
 def test_the_same_requests_get_the_same_text_though_some_lost_their_slot(document):

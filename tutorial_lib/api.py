@@ -173,7 +173,9 @@ class LLM:
 
     @property
     def engine(self) -> Any:
-        """The torch backend's engine (`engine.engine.Engine`): what a load is put on turn by turn."""
+        """What a load is put on turn by turn (`bench.load.Server`): the torch backend's `engine.engine.Engine`, vLLM."""
+        if (server := getattr(self._backend, "server", None)) is not None:
+            return server
         engine = getattr(self._backend, "engine", None)
         if engine is None or not getattr(self._backend, "is_shared", False):
             where = f"{self.info['backend']!r} on {self.info['device']}"

@@ -185,7 +185,7 @@ def figures_of(runs: Sequence[Record]) -> list[go.Figure]:
 
 def _add_loads(section: Section, loads: Sequence[Record]) -> None:
     rows = [
-        {name: record.get(name) for name in ("method", "batching", "concurrency", "rate")}
+        {name: record.get(name) for name in ("backend", "method", "batching", "concurrency", "rate")}
         | {name: value for name, value in record["figures"].items() if isinstance(value, (int, float))}
         for record in loads
     ]

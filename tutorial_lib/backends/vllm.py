@@ -84,6 +84,7 @@ class VllmBackend:
         self._is_simulated = simulated_acceptance is not None or target.is_dummy or is_stand_in
         self._stats = StepStats()
         self._number = 0
+        self._running: dict[str, _Request] = {}
         arguments = calls.engine_args(
             self._folder_of(target),
             config=target.config,
@@ -125,14 +126,18 @@ class VllmBackend:
         }
 
     def generate(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Generation]:
-        requests = self._requests(prompts, params)
+        requests = self._open(prompts, params)
         for _ in self._run(requests):
             pass
         return [request.generation() for request in requests]
 
     def stream(self, prompt: Sequence[int], params: SamplingParams) -> Iterator[Generation]:
-        requests = self._requests([prompt], [params])
+        requests = self._open([prompt], [params])
         return (requests[0].generation() for _ in self._run(requests))
+
+    @property
+    def server(self) -> VllmServer:
+        return VllmServer(self._open, self._step, self._stats)
 
     def close(self) -> None:
         engine, self._engine = self._engine, None
@@ -143,15 +148,42 @@ class VllmBackend:
 
     # ---- one call -------------------------------------------------------------------------------------------------
 
-    def _requests(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[_Request]:
+    def _open(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[_Request]:
+        """Hand requests over; `_step` brings them on."""
         if self._engine is None:
             raise OptionError("this LLM was closed", "an open one", "make a new LLM")
         for prompt, one in zip(prompts, params, strict=True):
             self._check(prompt, one)
-        return [
-            _Request(list(prompt), one, self._eos, self.tokenizer, self._is_simulated)
+        requests = [
+            _Request(list(prompt), one, self._eos, self.tokenizer, self._is_simulated, time.perf_counter())
             for prompt, one in zip(prompts, params, strict=True)
         ]
+        kind = import_module("vllm.sampling_params").RequestOutputKind.DELTA
+        for request in requests:
+            self._number += 1
+            arguments = calls.sampling_params(request.params, sorted(self._eos))
+            sampling = self._library.SamplingParams(**arguments, output_kind=kind)
+            self._running[str(self._number)] = request
+            self._engine.add_request(
+                str(self._number), {"type": "token", "prompt_token_ids": request.prompt_ids}, sampling
+            )
+        return requests
+
+    def _step(self) -> None:
+        """One step of everything that runs, and what it brought each request."""
+        is_alone = len(self._running) == 1
+        self._stats.clear()
+        outputs = self._engine.step()
+        now = time.perf_counter()
+        for output in outputs:
+            request = self._running.get(output.request_id)
+            if request is None:
+                continue
+            request.take(output.outputs[0], now - request.start_s, self._drafted(is_alone))
+            if request.is_over:
+                del self._running[output.request_id]
+                if not output.finished:  # by a stop string, which vLLM was not told of
+                    self._engine.abort_request([output.request_id])
 
     def _check(self, prompt: Sequence[int], params: SamplingParams) -> None:
         if not prompt:
@@ -166,36 +198,17 @@ class VllmBackend:
             )
 
     def _run(self, requests: Sequence[_Request]) -> Iterator[None]:
-        """Hand the requests over and step until all are done; a turn after every step. Left early, they are ended."""
-        kind = import_module("vllm.sampling_params").RequestOutputKind.DELTA
-        is_alone, start = len(requests) == 1, time.perf_counter()
-        running: dict[str, _Request] = {}
-        for request in requests:
-            self._number += 1
-            running[str(self._number)] = request
-            arguments = calls.sampling_params(request.params, sorted(self._eos))
-            sampling = self._library.SamplingParams(**arguments, output_kind=kind)
-            self._engine.add_request(
-                str(self._number), {"type": "token", "prompt_token_ids": request.prompt_ids}, sampling
-            )
+        """Step until all of these are done; a turn after every step. Left early, they are ended."""
         try:
-            while running:
-                self._stats.clear()
-                outputs = self._engine.step()
-                now = time.perf_counter() - start
-                live = [output for output in outputs if output.request_id in running]
-                for output in live:
-                    request = running[output.request_id]
-                    request.take(output.outputs[0], now, self._drafted(is_alone))
-                    if request.finish_reason:
-                        del running[output.request_id]
-                        if not output.finished:  # by a stop string, which vLLM was not told of
-                            self._engine.abort_request([output.request_id])
-                if live:
-                    yield
+            while not all(request.is_over for request in requests):
+                self._step()
+                yield
         finally:
-            if running and self._engine is not None:
-                self._engine.abort_request(list(running))
+            left = [name for name, request in self._running.items() if any(request is one for one in requests)]
+            for name in left:
+                del self._running[name]
+            if left and self._engine is not None:
+                self._engine.abort_request(left)
 
     def _drafted(self, is_alone: bool) -> tuple[int, int | None] | None:
         """Of one request in this step: draft tokens verified, and how many of them were accepted (None: as many as its
@@ -304,13 +317,27 @@ def _free_share(count: int, is_stand_in: bool) -> float:
     return min((gpu.free_gib / gpu.total_gib for gpu in here[:count]), default=1.0)
 
 
+@dataclass(frozen=True)
+class VllmServer:
+    """What a load is put on, see `bench.load.Server`."""
+
+    open: Callable[[Sequence[Sequence[int]], Sequence[SamplingParams]], list[_Request]]
+    step: Callable[[], None]
+    stats: StepStats
+
+    def occupancy(self) -> tuple[int, int, float]:
+        """As vLLM's own scheduler had it in the last step."""
+        return self.stats.running, self.stats.waiting, self.stats.kv_use
+
+
 # ---- what a step was ------------------------------------------------------------------------------------------------
 
 
 class StepStats:
-    """A stat logger, as vLLM calls one after every step: keeps what the last one drafted."""
+    """A stat logger, as vLLM calls one after every step: keeps what the last one drafted, and who was served."""
 
     def __init__(self) -> None:
+        self.running, self.waiting, self.kv_use = 0, 0, 0.0
         self.clear()
 
     def clear(self) -> None:
@@ -319,6 +346,10 @@ class StepStats:
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
+        if scheduler_stats is not None:
+            self.running = int(getattr(scheduler_stats, "num_running_reqs", 0))
+            self.waiting = int(getattr(scheduler_stats, "num_waiting_reqs", 0))
+            self.kv_use = float(getattr(scheduler_stats, "kv_cache_usage", 0.0))
         spec = getattr(scheduler_stats, "spec_decoding_stats", None)
         if spec is not None:
             self.draft_tokens += int(spec.num_draft_tokens)
@@ -336,13 +367,14 @@ class StepStats:
 
 @dataclass
 class _Request:
-    """One request while it runs: what every step brought, and when."""
+    """One request while it runs: what every step brought, and when. start_s: by `time.perf_counter`."""
 
     prompt_ids: list[int]
     params: SamplingParams
     eos: frozenset[int]
     tokenizer: Any
     is_simulated: bool
+    start_s: float
     token_ids: list[int] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
     finish_reason: str = ""
@@ -357,8 +389,12 @@ class _Request:
         self._reader = Detokenizer(self.tokenizer, stops)
         self._read = 0
 
+    @property
+    def is_over(self) -> bool:
+        return bool(self.finish_reason)
+
     def take(self, completion: Any, now: float, drafted: tuple[int, int | None] | None) -> None:
-        """The new tokens of a step that ended at `now`; drafted: see `VllmBackend._drafted`."""
+        """The new tokens of a step that ended `now` seconds after the start; drafted: see `VllmBackend._drafted`."""
         there, before, self.latency_s = len(self.token_ids), self.latency_s, now
         self.token_ids += [int(token) for token in completion.token_ids]
         if completion.logprobs:

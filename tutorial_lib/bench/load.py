@@ -4,7 +4,7 @@
 slot, first token, end. A load is closed (so many clients, each asks again when it was answered) or Poisson (arrivals at
 a rate, whatever the engine does; a request that comes in mid-turn has waited since then). Batching is in flight, or
 static for comparison: a batch that nobody joins until its last request has ended. An engine is known here by `open`,
-`step`, its cache's pool and its scheduler, whatever it runs on. What is run and compared: `load_run`.
+`step` and `occupancy`, whatever it runs on. What is run and compared: `load_run`.
 """
 
 from __future__ import annotations
@@ -75,11 +75,9 @@ class Stream(Protocol):
 class Server(Protocol):
     """What a load needs of an engine, see `engine.engine.Engine`."""
 
-    cache: Any
-    scheduler: Any
-
     def open(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Sequence[Stream]: ...
     def step(self) -> None: ...
+    def occupancy(self) -> tuple[int, int, float]: ...
 
 
 # ---- what comes when ------------------------------------------------------------------------------------------------
@@ -181,7 +179,8 @@ def serve(
             sleep(max(0.0, (load.at_s or ())[coming[0]] - (clock() - start)))
             continue
         engine.step()
-        samples.append(_sample(engine, clock() - start, len(waiting)))
+        running, queued, use = engine.occupancy()
+        samples.append((clock() - start, running, queued + len(waiting), use))
         for number in [n for n, stream in live.items() if stream.is_over]:
             served[number].generation = live.pop(number).generation()
     return Outcome([served[n] for n in range(len(load.jobs))], samples)
@@ -189,11 +188,6 @@ def serve(
 
 def _has_arrived(load: Load, number: int, now: float, unanswered: int) -> bool:
     return unanswered < load.concurrency if load.at_s is None else load.at_s[number] <= now
-
-
-def _sample(engine: Server, now: float, outside: int) -> tuple[float, int, int, float]:
-    pool, scheduler = engine.cache.pool, engine.scheduler
-    return now, len(scheduler.running), len(scheduler.waiting) + outside, pool.held / len(pool.blocks)
 
 
 # ---- what it comes to -----------------------------------------------------------------------------------------------

@@ -18,12 +18,15 @@ from typing import Any
 
 from ..config import DecodingBaseConfig, KvCacheConfig, Profile, SamplingParams, SimulatedAcceptance
 from ..config import profile as profile_named
-from ..errors import OptionError, PromptError
+from ..drafter_options import DrafterOptions
+from ..errors import OptionError, PromptError, WorkbookError
+from ..models import load_tokenizer, resolve
 from ..results import Generation, provenance, without_folders
 from . import load as loads
 from .load import CLOSED, IN_FLIGHT, POISSON, STATIC, Load, Outcome, Record
 from .methods import METHODS, options_of
 from .prompts import load_prompts, prompt_set_sha256, render
+from .remote import RemoteLLM
 from .summary import PLAIN
 
 EXPERIMENT = "load"
@@ -41,7 +44,8 @@ class Settings:
     output_len: mean; outputs are half to one and a half of it, since a static batch waits for its longest, or all the
     same with `is_even`. input_len: prompts of exactly that many tokens, cut from the bundled text; None: the bundled
     prompts. acceptance_length: forced, on a GPU. kv_tokens: room of the cache, to see it run out. static_from: the
-    smallest concurrency at which static batching is run too (alone it would be the same); None: nowhere.
+    smallest concurrency at which static batching is run too (alone it would be the same); None: nowhere. backends:
+    "torch" and, behind it, engines that get the same loads once it is closed, each alone in a process of its own.
     """
 
     target: str
@@ -61,6 +65,7 @@ class Settings:
     kv_tokens: int | None = None
     static_from: int | None = 2
     seed: int = 0
+    backends: tuple[str, ...] = ("torch",)
 
 
 def settings_for(profile: Profile, **given: Any) -> Settings:
@@ -116,6 +121,10 @@ def _check(s: Settings) -> None:
         raise OptionError(f"method {unknown[0]!r} is unknown", f"some of {', '.join((PLAIN, *METHODS))}")
     if PLAIN not in s.methods or len(set(s.methods)) < len(s.methods):
         raise OptionError(f"methods are {', '.join(s.methods) or 'none'}", f"{PLAIN} and others, each once")
+    if s.backends[:1] != ("torch",) or set(s.backends) - {"torch", "vllm"} or len(set(s.backends)) < len(s.backends):
+        raise OptionError(f"backends are {', '.join(s.backends) or 'none'}", "torch, or torch and vllm, each once")
+    if len(s.backends) > 1 and (s.draft_len_schedule is not None or s.kv_tokens is not None):
+        raise OptionError("a draft_len_schedule or kv_tokens for several backends", "neither: only torch takes them")
     if s.draft_len_schedule is not None and s.methods == (PLAIN,):
         raise OptionError("a draft_len_schedule without a drafting method", "one that drafts")
     for name in s.methods:
@@ -180,25 +189,38 @@ def bench_load(
     began, origin = time.perf_counter(), provenance(command, s.seed)
     records: list[Record] = []
     parts: list[Record] = []
-    lasted: dict[tuple[str, str], float] = {}
-    with ExitStack() as stack:
-        llms = {name: _open(name, s, profile, make_llm, stack, say) for name in s.methods}
-        warm: set[tuple[str, int]] = set()
-        for concurrency, rate, load in loads_of(s, llms[PLAIN].tokenizer):
-            for name, batching in _runs(s, concurrency):
-                label = f"{name}, {batching}, " + (f"{rate:g} requests/s" if rate else f"{concurrency} at once")
-                used = time.perf_counter() - began
-                if budget_s is not None and records and used + 1.3 * lasted.get((name, batching), 0.0) > budget_s:
-                    parts.append({"part": label, "status": "skipped", "seconds": None})
-                    say(f"{label}: left out, {max(0.0, budget_s - used):.0f} s of {budget_s:g} s are left")
-                    continue
-                _warm_up(llms[name], name, load, warm)
-                outcome = loads.serve(llms[name].engine, load, batching=batching)
-                about = {"method": name, "batching": batching, "concurrency": concurrency, "rate": rate}
-                records.append(_record(llms[name], about, outcome, s, profile, origin))
-                lasted[name, batching] = time.perf_counter() - began - used
-                parts.append({"part": label, "status": "done", "seconds": round(lasted[name, batching], 3)})
-                say(f"{label}: {_in_words(records[-1]['figures'])}")
+    lasted: dict[tuple[str, ...], float] = {}
+    for backend, names in _groups(s):
+        with ExitStack() as stack:
+            try:
+                llms = {name: _open(backend, name, s, profile, make_llm, stack, say) for name in names}
+            except WorkbookError as error:
+                if backend == s.backends[0]:
+                    raise
+                why = without_folders(str(error))
+                say(f"not run: {backend}: {why}")
+                parts.append(
+                    {"part": f"{backend} {', '.join(names)}", "status": "not run", "seconds": None, "why": why}
+                )
+                continue
+            warm: set[tuple[str, int]] = set()
+            for concurrency, rate, load in loads_of(s, next(iter(llms.values())).tokenizer):
+                for name, batching in _runs(backend, names, s, concurrency):
+                    label = _label(backend, name)
+                    label += f", {batching}, " + (f"{rate:g} requests/s" if rate else f"{concurrency} at once")
+                    kind = (backend, name, batching)
+                    used = time.perf_counter() - began
+                    if budget_s is not None and records and used + 1.3 * lasted.get(kind, 0.0) > budget_s:
+                        parts.append({"part": label, "status": "skipped", "seconds": None})
+                        say(f"{label}: left out, {max(0.0, budget_s - used):.0f} s of {budget_s:g} s are left")
+                        continue
+                    _warm_up(llms[name], name, load, warm)
+                    outcome = _serve(llms[name], load, batching)
+                    about = {"method": name, "batching": batching, "concurrency": concurrency, "rate": rate}
+                    records.append(_record(llms[name], about, outcome, s, profile, origin))
+                    lasted[kind] = time.perf_counter() - began - used
+                    parts.append({"part": label, "status": "done", "seconds": round(lasted[kind], 3)})
+                    say(f"{label}: {_in_words(records[-1]['figures'])}")
     summary = summarize(records)
     for line in describe(summary):
         say(line)
@@ -211,25 +233,50 @@ def bench_load(
     }
 
 
-def _runs(s: Settings, concurrency: int) -> Iterable[tuple[str, str]]:
-    for name in s.methods:
+def _groups(s: Settings) -> list[tuple[str, tuple[str, ...]]]:
+    """What is open at a time: of ours all methods, in turns; others want a GPU's memory for themselves."""
+    others = [(backend, (name,)) for backend in s.backends[1:] for name in s.methods]
+    return [(s.backends[0], s.methods), *others]
+
+
+def _runs(backend: str, names: Sequence[str], s: Settings, concurrency: int) -> Iterable[tuple[str, str]]:
+    for name in names:
         yield name, IN_FLIGHT
-        if name == PLAIN and s.static_from is not None and concurrency >= s.static_from:
+        is_wide = s.static_from is not None and concurrency >= s.static_from
+        if name == PLAIN and is_wide and backend == s.backends[0]:
             yield name, STATIC
 
 
+def _label(backend: str, method: str) -> str:
+    return method if backend == "torch" else f"{backend} {method}"
+
+
+def _serve(llm: Any, load: Load, batching: str) -> Outcome:
+    return llm.serve(load) if isinstance(llm, RemoteLLM) else loads.serve(llm.engine, load, batching=batching)
+
+
 def _open(
-    name: str, s: Settings, profile: Profile, make_llm: Callable[..., Any] | None, stack: ExitStack, say: Say
+    backend: str,
+    name: str,
+    s: Settings,
+    profile: Profile,
+    make_llm: Callable[..., Any] | None,
+    stack: ExitStack,
+    say: Say,
 ) -> Any:
     from ..api import LLM
 
-    say(f"loading {name}")
+    say(f"loading {_label(backend, name)}")
     config, sizes = _config(name, s), {}
     if max(s.concurrency) > BUILT_SLOTS:
         sizes["max_batch_size"] = max(s.concurrency)
     longest = (s.input_len or BUNDLED_LONGEST) + 2 * s.output_len
     if longest > BUILT_LEN or profile.device == "cuda":
         sizes["max_seq_len"] = -(-longest // 256) * 256
+    if backend != s.backends[0]:
+        llm: Any = _open_remote(backend, name, s, sizes)
+        stack.callback(llm.close)
+        return llm
     forced = None
     if config is not None and s.acceptance_length is not None:
         forced = SimulatedAcceptance(acceptance_length=s.acceptance_length)
@@ -247,6 +294,27 @@ def _open(
     )
     stack.callback(llm.close)
     return llm
+
+
+def _open_remote(backend: str, name: str, s: Settings, sizes: Mapping[str, int]) -> RemoteLLM:
+    """Told what the torch engine decides for itself: limits, and a drafter by its name on the command line."""
+    drafter = None
+    if name != PLAIN:
+        if name not in ("draft_target", "ngram"):
+            raise OptionError(f"method {name!r} on {backend}", "draft_target or ngram")
+        drafter = DrafterOptions(s.drafter if name == "draft_target" else "ngram", s.max_draft_len)
+    tokenizer = load_tokenizer(resolve(s.target, say=lambda line: None))
+    limits = {"max_batch_size": max(s.concurrency), "max_seq_len": BUILT_LEN, **sizes}
+    forced = s.acceptance_length if drafter is not None else None
+    return RemoteLLM(
+        s.target,
+        backend=backend,
+        tokenizer=tokenizer,
+        drafter=drafter,
+        acceptance_length=forced,
+        dtype=s.dtype,
+        **limits,
+    )
 
 
 def _config(name: str, s: Settings) -> DecodingBaseConfig | None:
@@ -315,10 +383,12 @@ def summarize(records: Sequence[Mapping[str, Any]]) -> Record:
     """Point by point of the sweep what each method yields beside plain decoding in flight, and static batching beside
     that; and for every method the first point at which it loses, None if there is none. With closed arrivals it loses
     where its output throughput is smaller; at a given rate throughput is the rate's as long as the machine keeps up,
-    and it loses where the median latency is longer."""
+    and it loses where the median latency is longer. "peers": other engines at that point, each beside its own plain
+    decoding, and our throughput over theirs with the same method."""
     points: list[Record] = []
     for place in dict.fromkeys(map(_place, records)):
-        here = [r for r in records if _place(r) == place]
+        all_here = [r for r in records if _place(r) == place]
+        here = [r for r in all_here if r["backend"] == records[0]["backend"]]
         in_flight = {r["method"]: r for r in here if r["batching"] == IN_FLIGHT}
         if PLAIN not in in_flight:
             continue  # the budget ended in the middle of this point
@@ -329,15 +399,27 @@ def summarize(records: Sequence[Mapping[str, Any]]) -> Record:
                 "rate": place[1],
                 "methods": {name: _beside(r, in_flight[PLAIN]) for name, r in in_flight.items()},
                 "static": static and _beside(static, in_flight[PLAIN]),
+                "peers": _peers([r for r in all_here if r["backend"] != records[0]["backend"]], in_flight),
             }
         )
     names = dict.fromkeys(name for p in points for name in p["methods"] if name != PLAIN)
     return {
         "points": points,
         "stops_paying": {name: _first_loss(points, name) for name in names},
-        "identical_text": _is_identical(records),
+        "identical_text": _is_identical([r for r in records if r["backend"] == records[0]["backend"]]),
         "is_simulated": any(r["is_simulated"] for r in records),
     }
+
+
+def _peers(records: Sequence[Mapping[str, Any]], ours: Mapping[str, Mapping[str, Any]]) -> Record:
+    found: Record = {}
+    for r in records:
+        own = next((p for p in records if p["backend"] == r["backend"] and p["method"] == PLAIN), None)
+        same = ours.get(r["method"])
+        beside = _beside(r, own or r) if own else _beside(r, r) | {"speedup": None, "latency_gain": None}
+        ahead = None if same is None else same["figures"]["output_tok_s"] / r["figures"]["output_tok_s"]
+        found.setdefault(r["backend"], {})[r["method"]] = beside | {"ours_over_theirs": ahead}
+    return found
 
 
 def _place(record: Mapping[str, Any]) -> tuple[int, float | None]:
@@ -377,6 +459,10 @@ def describe(summary: Mapping[str, Any]) -> list[str]:
         parts = [f"{name} {m['output_tok_s']:.1f} output tokens/s" for name, m in point["methods"].items()]
         key, what = ("latency_gain", " in median latency") if point["rate"] else ("speedup", "")
         parts += [f"{name} {m[key]:.2f}x plain{what}" for name, m in point["methods"].items() if name != PLAIN]
+        for backend, methods in point["peers"].items():
+            for name, m in methods.items():
+                ahead = "" if m["ours_over_theirs"] is None else f" (ours {m['ours_over_theirs']:.2f}x)"
+                parts.append(f"{backend} {name} {m['output_tok_s']:.1f}{ahead}")
         if point["static"]:
             parts.append(f"in-flight batching {1 / point['static'][key]:.2f}x static{what}")
         lines.append(f"{where}: {', '.join(parts)}")

@@ -25,6 +25,8 @@ from ..config import SamplingParams, SimulatedAcceptance
 from ..drafter_options import DrafterOptions, decoding_config
 from ..errors import BackendUnavailable, WorkbookError
 from ..results import Generation, Round
+from .load import Load, Outcome, Served
+from .load import serve as load_serve
 
 START_LIMIT_S = 1800.0  # weights of a large model from a slow disk, kernels compiled
 ANSWER_LIMIT_S = 1800.0
@@ -78,6 +80,12 @@ class RemoteLLM:
         question = {"prompts": prompts, "params": asdict(sampling_params or SamplingParams())}
         found = [generation_from(entry) for entry in self._ask(question, ANSWER_LIMIT_S)["generations"]]
         return found[0] if is_single else found
+
+    def serve(self, load: Load) -> Outcome:
+        """`load.serve` on the child's engine: requests that join and leave while others run."""
+        found = self._ask({"load": asdict(load)}, ANSWER_LIMIT_S)
+        served = [Served(r["arrival_s"], r["opened_s"], generation_from(r["generation"])) for r in found["requests"]]
+        return Outcome(served, [(s[0], s[1], s[2], s[3]) for s in found["samples"]])
 
     def time_steps(self, rows: Sequence[int], context: int = 128) -> dict[int, float]:
         raise errors.OptionError(f"backend {self._backend!r} cannot time its steps apart", "backend 'torch'")
@@ -169,12 +177,25 @@ def serve(questions: Any, answer: Callable[[Mapping[str, Any]], None]) -> None:
         for line in questions:
             question = json.loads(line)
             try:
-                found = llm.generate(question["prompts"], SamplingParams(**question["params"]))
-                answer({"generations": [generation.to_dict() for generation in found]})
+                answer(_answer(llm, question))
             except Exception as error:  # noqa: BLE001 - likewise
                 answer({"error": _told(error)})
     finally:
         llm.close()
+
+
+def _answer(llm: Any, question: Mapping[str, Any]) -> dict[str, Any]:
+    if "load" in question:
+        asked = question["load"]
+        jobs = tuple((tuple(ids), count) for ids, count in asked["jobs"])
+        at_s = None if asked["at_s"] is None else tuple(asked["at_s"])
+        outcome = load_serve(llm.engine, Load(jobs, asked["concurrency"], at_s))
+        requests = [
+            {"arrival_s": r.arrival_s, "opened_s": r.opened_s, "generation": r.done.to_dict()} for r in outcome.requests
+        ]
+        return {"requests": requests, "samples": outcome.samples}
+    found = llm.generate(question["prompts"], SamplingParams(**question["params"]))
+    return {"generations": [generation.to_dict() for generation in found]}
 
 
 def _told(error: Exception) -> dict[str, str]:

@@ -495,6 +495,11 @@ class Engine:
 
         return {n: _median_s(lambda n=n: step(n), repeats) for n in rows}
 
+    def occupancy(self) -> tuple[int, int, float]:
+        """Requests that have a slot, requests that wait for one, and the share of the cache's blocks that is held."""
+        pool = self.cache.pool
+        return len(self.scheduler.running), len(self.scheduler.waiting), pool.held / len(pool.blocks)
+
     def time_draft(self, max_draft_len: int, context: int, repeats: int = 9) -> float:
         """Median seconds of drafting `max_draft_len` tokens for one greedy request after `context` tokens, each time
         behind a verification, as in a round: a small drafter would else be read from the processor's cache."""

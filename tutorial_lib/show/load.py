@@ -104,13 +104,17 @@ _PANELS = (
 
 
 def plot_load(runs: Sequence[Record]) -> go.Figure:
-    """Throughput, and what requests wait, against concurrency (or rate): one line per method; of waiting the median
-    with a whisker up to the 99th percentile. Static batching is not among them."""
+    """Throughput, and what requests wait, against concurrency (or rate): one line per engine and method, thin for
+    engines beside ours; of waiting the median with a whisker up to the 99th percentile. Static batching
+    is not among them."""
     shown = [run for run in runs if run["batching"] == IN_FLIGHT]
     where = "rate" if any(run["rate"] for run in shown) else "concurrency"
     figure = make_subplots(rows=2, cols=2, horizontal_spacing=0.14, vertical_spacing=0.16)
-    for method in dict.fromkeys(run["method"] for run in shown):
-        line = sorted((r for r in shown if r["method"] == method), key=lambda r: r[where])
+    for series in dict.fromkeys(map(_series, shown)):
+        line = sorted((r for r in shown if _series(r) == series), key=lambda r: r[where])
+        look = plots._line_look(line[0])
+        if series[0] != _series(shown[0])[0]:
+            look |= {"line": look["line"] | {"width": 1}}
         for place, (_, middle, top) in enumerate(_PANELS):
             values = plots.numbers(run["figures"][middle] for run in line)
             tops = plots.numbers(run["figures"][top] for run in line) if top else values
@@ -120,13 +124,13 @@ def plot_load(runs: Sequence[Record]) -> go.Figure:
                 x=[run[where] for run in line],
                 y=values,
                 error_y=whisker if top else None,
-                name=plots.method_style(method).label,
-                legendgroup=method,
+                name=_series_name(series, shown),
+                legendgroup=" ".join(series),
                 showlegend=place == 0,
                 hovertemplate=f"%{{x}}: %{{y:.3g}}<extra>{html.escape(middle)}</extra>",
                 row=place // 2 + 1,
                 col=place % 2 + 1,
-                **plots._line_look(line[0]),
+                **look,
             )
     plots._layout(figure, _load_title(shown, where), shown, height=640)
     figure.update_layout(showlegend=True, legend_y=-0.13, margin_t=130)
@@ -139,7 +143,33 @@ def plot_load(runs: Sequence[Record]) -> go.Figure:
     return figure.update_xaxes(title_text=axis, row=2)
 
 
+def _series(run: Record) -> tuple[str, str]:
+    return run["backend"], run["method"]
+
+
+def _series_name(series: tuple[str, str], runs: Sequence[Record]) -> str:
+    backend, method = series
+    label = plots.method_style(method).label
+    return label if backend == _series(runs[0])[0] else f"{backend}: {label}"
+
+
 def _load_title(runs: Sequence[Record], where: str) -> str:
+    """What drafting gains of the first engine, and how its throughput stands against the others'."""
+    ours = [run for run in runs if _series(run)[0] == _series(runs[0])[0]]
+    theirs = {(*_series(run), run[where]): run["figures"]["output_tok_s"] for run in runs if run not in ours}
+    return "; ".join([_gains(ours, where), *_against(ours, theirs, where)])
+
+
+def _against(ours: Sequence[Record], theirs: Mapping[tuple[str, str, float], float], where: str) -> list[str]:
+    found: dict[str, list[float]] = {}
+    for run in ours:
+        for (backend, method, at), tok_s in theirs.items():
+            if (method, at) == (run["method"], run[where]):
+                found.setdefault(backend, []).append(run["figures"]["output_tok_s"] / tok_s)
+    return [f"{min(ratios):.2f} to {max(ratios):.2f}× {backend}'s throughput" for backend, ratios in found.items()]
+
+
+def _gains(runs: Sequence[Record], where: str) -> str:
     plain = {run[where]: run["figures"] for run in runs if run["method"] == PLAIN}
     is_rate = where == "rate"  # throughput is the rate's own as long as the machine keeps up: latency tells
     gains: dict[str, list[tuple[float, float]]] = {}

@@ -83,9 +83,11 @@ class LLMEngine:
         outputs = [self._advance(name, sums) for name in list(self.running)]
         spec = SimpleNamespace(**sums) if sums["num_drafts"] else None
         checked(CONTRACT["fields"]["SpecDecodingStats"], sums, "SpecDecodingStats")
-        assert "spec_decoding_stats" in CONTRACT["fields"]["SchedulerStats"]
+        of_step = {"spec_decoding_stats": spec, "num_running_reqs": len(outputs), "num_waiting_reqs": 0}
+        of_step["kv_cache_usage"] = len(outputs) / 100
+        checked(CONTRACT["fields"]["SchedulerStats"], of_step, "SchedulerStats")
         for logger in self.loggers:
-            logger.record(SimpleNamespace(spec_decoding_stats=spec), None, mm_cache_stats=None, engine_idx=0)
+            logger.record(SimpleNamespace(**of_step), None, mm_cache_stats=None, engine_idx=0)
         return outputs
 
     def _advance(self, name, sums):
