@@ -173,7 +173,7 @@ class LLM:
 
     @property
     def engine(self) -> Any:
-        """What a load is put on turn by turn (`bench.load.Server`): the torch backend's `engine.engine.Engine`, vLLM."""
+        """What a load is put on turn by turn (`bench.load.Server`): of the torch backend its `engine.engine.Engine`."""
         if (server := getattr(self._backend, "server", None)) is not None:
             return server
         engine = getattr(self._backend, "engine", None)
