@@ -95,6 +95,15 @@ def test_the_command(capsys, tmp_path):
     assert "16.06 GB (bfloat16)" in capsys.readouterr().out
     document = json.loads(file.read_text())
     assert (document["kind"], document["batch"], document["is_fitting"]) == ("plan", 64, True)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text(json.dumps(config_of("tiny-llama")))
+    assert (
+        run(str(tmp_path / "mine"), "--drafter", str(tmp_path / "mine"), "--input-len", "9", "--json", str(file)) == 0
+    )
+    assert str(tmp_path) not in file.read_text() and json.loads(file.read_text())["drafter"] == "mine"
+    capsys.readouterr()
+    assert run("llama-3.1-8b", "--kv-dtype", "x") == 2
+    assert capsys.readouterr().err.startswith("error: kv_dtype is 'x'")
     assert run("llama-3.3-70b", "--gpu", "L4") == 2
     assert capsys.readouterr().err.startswith("error: the weights take 141.1 GB")
 

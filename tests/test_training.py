@@ -10,6 +10,7 @@ import random
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -525,3 +526,21 @@ def test_shipped_drafter_is_small_complete_and_good_enough():
     measured = card["evaluation"]["bundled prompts"]
     assert measured["max_draft_len"] == 4 and measured["acceptance_length"] >= 2.2
     assert abs(measured["acceptance_length"] - card["before_int8"]["bundled prompts"]) < 0.03
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"device": "x"}, "device is 'x'"),
+        ({"layers": -1}, "layers is -1"),
+        ({"shortlist": -5}, "shortlist is -5"),
+        ({"intermediate": -1}, "intermediate is -1"),
+        ({"seed": -1}, "seed is -1"),
+        ({"out": Path(__file__)}, "is not a folder"),
+    ],
+    ids=str,
+)
+def test_options_are_checked_before_the_corpus_takes_its_time(tmp_path, monkeypatch, options, words):
+    monkeypatch.setattr(training, "resolve", None)  # nothing is opened
+    with pytest.raises(OptionError, match=words):
+        training.main(**{"out": tmp_path / "x", **options})

@@ -254,7 +254,10 @@ def plan(
     for what, value in planner.rows(planned):
         print(f"{what:<40} {value}", file=sys.stderr if json_file == "-" else sys.stdout)
     if json_file is not None:
-        write_json(json_file, {"kind": "plan", "model": model, "drafter": drafter, **planned.to_dict()})
+        from .results import without_folders
+
+        names = {name: what and without_folders([what]) for name, what in (("model", model), ("drafter", drafter))}
+        write_json(json_file, {"kind": "plan", **names, **planned.to_dict()})
 
 
 # ---- generate -------------------------------------------------------------------------------------------------------

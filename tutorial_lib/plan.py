@@ -124,8 +124,8 @@ def make_plan(
         raise OptionError(f"free_gpu_memory_fraction is {free_gpu_memory_fraction}", "above 0 and at most 1")
     sheet = _one_of("the GPU", gpu, GPUS)
     kv_dtype = dtype if kv_dtype == "auto" and dtype != "fp8" else "bfloat16" if kv_dtype == "auto" else kv_dtype
-    for name in (dtype, kv_dtype, drafter_dtype or dtype):
-        _one_of("dtype", name, DTYPES)
+    for what, name in (("dtype", dtype), ("kv_dtype", kv_dtype), ("drafter_dtype", drafter_dtype or dtype)):
+        _one_of(what, name, DTYPES)
         if name == "fp8" and sheet.fp8_tflops is None:
             raise OptionError(f"dtype is 'fp8' and {gpu} has no FP8 units", "bfloat16, or a GPU of Hopper or Ada")
     if (asked := input_len + output_len) > config.get("max_position_embeddings", math.inf):

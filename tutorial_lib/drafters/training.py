@@ -376,6 +376,13 @@ def main(
         raise OptionError(f"kind is {sorted(unknown)[0]!r}", f"one of {', '.join(KINDS)}")
     if not 0 < minutes < 24 * 60:
         raise OptionError(f"minutes is {minutes}", "a time between 0 and 24 hours", "set --minutes, for example to 1")
+    for name, value in (("layers", layers), ("shortlist", shortlist), ("intermediate", intermediate), ("seed", seed)):
+        if value < 0:
+            raise OptionError(f"{name} is {value}", "a whole number >= 0", f"set --{name} to one")
+    if device != "cpu" and device.partition(":")[0] != "cuda":
+        raise OptionError(f"device is {device!r}", "cpu or cuda", "choose one of these")
+    if out.exists() and not out.is_dir():
+        raise OptionError(f"{out} is not a folder", "one, or a name that is free", "choose another --out")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise OptionError("this machine has no CUDA device", "one for --device cuda", "use --device cpu")
     checkpoint = resolve(target)
