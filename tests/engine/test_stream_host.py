@@ -160,3 +160,58 @@ def test_weights_are_kept_twice_where_there_is_room(monkeypatch):
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device, held=held: held)
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device, used=used: used)
         assert host.has_room_for_both(fake) is expected
+
+
+# ---- through the whole of a build and a load ------------------------------------------------------------------------
+
+
+def test_a_gpu_build_stores_natural_weights_before_they_are_packed_in_place(hopper, monkeypatch, tmp_path):
+    from safetensors.torch import load_file
+
+    from tutorial_lib.config import Fp8Config
+    from tutorial_lib.engine import gpu_build
+
+    config, packed = packed_dummy(NAME)
+    natural = {name: tensor.clone() for name, tensor in packed.items()}
+
+    def open_steps(model, *, store, in_place, **_):
+        assert in_place and store == tmp_path / "stream"
+        model.layers[0].qkv.data.zero_()
+        steps = PlainSteps(model)
+        steps.report = {"kernels": []}
+        return steps
+
+    monkeypatch.setattr(host, "open_steps", open_steps)
+    monkeypatch.setattr(gpu_build, "_packed_weights", lambda *_: (packed, None))
+    monkeypatch.setattr(gpu_build, "tune", lambda model, say: ({}, {"qkv": {}}))
+    checkpoint = SimpleNamespace(is_dummy=False, draft_vocab=lambda: None)
+    made = gpu_build.write_engine(tmp_path, checkpoint, config, "bfloat16", Fp8Config(), "auto", lambda line: None)
+    assert set(made["stream"]["ms"]) == {"1", "8", "16"} and "whole-step kernel" in made["steps"]
+    stored = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(stored[name], tensor) for name, tensor in natural.items())
+    made = gpu_build.write_engine(tmp_path, checkpoint, config, "bfloat16", Fp8Config(), "triton", lambda line: None)
+    assert "stream" not in made
+
+
+def test_an_engine_tells_of_both_of_its_models_what_runs_them(hopper, monkeypatch, tmp_path, pieces):
+    from tutorial_lib.backends import torch_backend
+    from tutorial_lib.config import SamplingParams
+    from tutorial_lib.engine import gpu_build
+    from tutorial_lib.shapes import dummy_config
+
+    def described(stream):
+        return SimpleNamespace(
+            path=tmp_path, manifest={"build": {"stream": stream}}, model_config=dummy_config(NAME)[0], checkpoint=NAME,
+            dtype="bfloat16", max_seq_len=200, max_batch_size=5, eos_token_ids=frozenset(),
+        )  # fmt: skip
+
+    monkeypatch.setattr(gpu_build, "load_gpu_model", lambda info, **_: (gpu_model(NAME), None))
+    config = DraftTargetDecodingConfig(max_draft_len=4, speculative_model_dir="x")
+    pair = described(FASTER), described(found_at_build(unfit=UNFIT))
+    engine, kernels = torch_backend._assemble_gpu(*pair, None, config, pieces, None, None, "auto", (), print)
+    assert (kernels["target"]["kernel"], kernels["drafter"]["kernel"]) == ("stream", "triton")
+    assert isinstance(engine.target, StreamModel) and type(engine.drafting.model) is GpuModel
+    done = engine.generate([[1, 2, 3]], [SamplingParams(max_tokens=8, ignore_eos=True)])[0]
+    assert len(done.token_ids) == 8 and max(engine.target.steps.rows) == 5
+    with pytest.raises(OptionError, match="heads of 80"):
+        torch_backend._assemble_gpu(*pair, None, config, pieces, None, None, "stream", (), print)
