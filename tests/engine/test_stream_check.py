@@ -93,6 +93,15 @@ def test_a_kernel_that_is_wrong_is_found_out_and_told_where(on_cpu, monkeypatch,
     assert words in found[what]
 
 
+def test_the_small_kernel_of_the_launch_part_compiles():
+    from test_stream_compile import compiler
+
+    from tutorial_lib.engine.stream.compile import compile_cubin, problems
+
+    made = compile_cubin(check.MEETING, {"BLOCK": 640}, compiler=compiler())
+    assert list(made.report["kernels"]) == ["meeting"] and problems(made.report, registers=96) == []
+
+
 CHILD = """
 import json, os, sys, time
 parts = sys.argv[sys.argv.index("--parts") + 1].split(",")

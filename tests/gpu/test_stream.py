@@ -22,6 +22,7 @@ from tutorial_lib.config import (
 )
 from tutorial_lib.engine.drafting import DeviceTree
 from tutorial_lib.engine.gpu_model import PAGE, captured
+from tutorial_lib.engine.stream import check
 from tutorial_lib.engine.stream.compile import problems
 from tutorial_lib.engine.stream.host import to_stream
 from tutorial_lib.engine.stream.launch import LaunchShape, StreamError
@@ -192,6 +193,10 @@ def test_a_draft_in_one_launch_is_the_draft_of_many(streamed):
 
 
 # ---- safe -----------------------------------------------------------------------------------------------------------
+
+
+def test_launches_graphs_barriers_and_refusals_with_a_kernel_of_ten_lines():
+    assert [row for row in check.launch_alone("launch") if not row.is_fine] == []
 
 
 def test_the_machine_code_neither_spills_nor_serializes(streamed):

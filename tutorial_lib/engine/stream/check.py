@@ -10,6 +10,7 @@ goes on in a new process, and what happened stands in the table.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import os
@@ -369,10 +370,70 @@ def card(part: str) -> Iterable[Row]:
     yield Row(part, "torch, CUDA, compiler", f"{torch.__version__}, {torch.version.cuda}, {find_compiler().name}")
 
 
+# All blocks meet at a barrier, or give up: word 0 counts who came, word 1 who waited in vain, word 2 who went on.
+MEETING = """
+struct Meeting { unsigned* words; unsigned blocks, most_spins; };
+extern "C" __global__ void __launch_bounds__(BLOCK, 1) meeting(const __grid_constant__ Meeting p) {
+  extern __shared__ unsigned room[];
+  room[threadIdx.x] = threadIdx.x;
+  __syncthreads();
+  if (threadIdx.x) return;
+  atomicAdd(p.words, 1u);
+  unsigned spins = 0, seen;
+  do {
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(p.words) : "memory");
+  } while (seen < p.blocks && ++spins < p.most_spins);
+  atomicAdd(p.words + (seen < p.blocks ? 1 : 2), room[BLOCK - 1] == BLOCK - 1 ? 1u : 1000u);
+}
+"""
+
+
+class Meeting(ctypes.Structure):
+    _fields_ = [("words", ctypes.c_void_p), ("blocks", ctypes.c_uint), ("most_spins", ctypes.c_uint)]
+
+
+def launch_alone(part: str) -> Iterable[Row]:
+    """Compiler, driver, cooperative launch and graph with a kernel of ten lines: what the large one stands on."""
+    import torch
+
+    from ..gpu_model import captured
+    from .compile import compile_cubin
+    from .launch import Driver, Kernel, LaunchShape, StreamError
+
+    block, shape = 640, LaunchShape(128, 640, 220_000)
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    made = compile_cubin(MEETING, {"BLOCK": block})
+    kernel = Kernel(Driver(), made.code, "meeting", shape, processors)
+    words = torch.zeros(3, dtype=torch.int32, device=DEVICE)
+
+    def launch(expected: int) -> None:
+        words.zero_()
+        params = Meeting(words.data_ptr(), expected, 1 << 20)
+        kernel.launch(params, torch.cuda.current_stream().cuda_stream)
+
+    launch(shape.grid)
+    came = words.tolist()
+    yield Row(part, "all blocks meet", f"{came} ({made.report['seconds']} s to compile)", came == [128, 0, 128])
+    graph = captured(lambda: launch(shape.grid))
+    for _ in range(1000):
+        graph.replay()
+    came = words.tolist()
+    yield Row(part, "1,000 replays of a graph", f"{came}", came == [128, 0, 128])
+    launch(shape.grid + 1)
+    came = words.tolist()
+    yield Row(part, "one block too few: gives up", f"{came}", came == [128, 128, 0])
+    try:
+        Kernel(Driver(), made.code, "meeting", LaunchShape(processors + 1, block, shape.shared_bytes), processors)
+        yield Row(part, "one block too many", "was not refused", False)
+    except StreamError as refused:
+        yield Row(part, "one block too many", str(refused.found), True)
+
+
 # -------------------------------------------------------------------------------------------------------- part by part
 
 PARTS: dict[str, Callable[[str], Iterable[Row]]] = {
     "card": card,
+    "launch": launch_alone,
     **dict.fromkeys(MODELS, check_model),
     "time 1B": time_drafter,
     "time 135M": time_embedded_shape,
