@@ -16,6 +16,7 @@ from tutorial_lib.engine.stream.compile import (
     compile_cubin,
     cubin_for,
     cubin_key,
+    cubins_for,
     find_compiler,
     problems,
     read_cubin,
@@ -144,6 +145,16 @@ def test_a_stored_cubin_is_used_and_anything_else_compiled_once_and_said(cache, 
     assert compiler.calls == 2 and len(said) == 1, "the second time it is in the user's cache"
     cubin_for("x", {"N": 1}, folder=folder, is_fresh=True, compiler=compiler, say=said.append)
     assert compiler.calls == 3 and "does not run here" in said[-1]
+
+
+def test_several_are_compiled_together_and_a_build_keeps_them_all(cache, tmp_path):
+    compiler, said = Counting(), []
+    wanted = {1: {"ROWS": 1}, 16: {"ROWS": 16}}
+    made = cubins_for("x", wanted, store=tmp_path, compiler=compiler, say=said.append)
+    assert list(made) == [1, 16] and compiler.calls == 2 and said == []
+    assert made[1].code != made[16].code and len(list(tmp_path.glob("*.cubin"))) == 2
+    assert cubins_for("x", wanted, folder=tmp_path, compiler=compiler, say=said.append) == made
+    assert compiler.calls == 2 and said == []
 
 
 def test_a_damaged_or_foreign_cubin_is_not_taken(tmp_path):

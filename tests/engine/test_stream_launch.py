@@ -129,6 +129,24 @@ def test_a_cubin_of_another_gpu_or_compiler_is_known_as_such():
     assert not caught.value.is_foreign_cubin
 
 
+def test_a_cubin_that_the_driver_does_not_know_is_compiled_again_once():
+    fake = FakeDriver()
+    load = fake._cuModuleLoadData
+
+    def picky(out, code):
+        return load(out, code) or (0 if code == b"fresh" else 209)
+
+    fake._cuModuleLoadData = picky
+    made = Kernel.open(Driver(fake), b"stored", lambda: b"fresh", "step", SHAPE, 132)
+    made.launch(Params(1, 2), stream=0)
+    assert fake.code == b"fresh" and len(fake.launched) == 1
+    with pytest.raises(DriverError):
+        Kernel.open(Driver(fake), b"stored", lambda: b"stored", "step", SHAPE, 132)
+    fake.fails = {"cuModuleLoadData": 2}
+    with pytest.raises(DriverError, match=r"\(2\)"):
+        Kernel.open(Driver(fake), b"stored", lambda: pytest.fail("not the cubin's fault"), "step", SHAPE, 132)
+
+
 def test_a_module_is_given_back_once():
     fake = FakeDriver()
     made = kernel(fake)

@@ -22,6 +22,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -227,6 +228,30 @@ def cubin_for(
     made = compile_cubin(source, defines, compiler=compiler)
     write_cubin(cache, made)
     return made
+
+
+def cubins_for(
+    source: str,
+    wanted: Mapping[int, Defines],
+    *,
+    folder: Path | None = None,
+    store: Path | None = None,
+    compiler: Compiler | None = None,
+    say: Say = lambda line: None,
+) -> dict[int, Cubin]:
+    """`cubin_for` the macros of every row bucket, several at a time. store: a folder that gets a copy of each."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+    def get(rows: int) -> Cubin:
+        what = f"the whole-step kernel of {rows} rows"
+        return cubin_for(source, wanted[rows], folder=folder, what=what, compiler=compiler, say=say)
+
+    with ThreadPoolExecutor(min(cores, len(wanted)) or 1) as pool:
+        found = dict(zip(wanted, pool.map(get, wanted), strict=True))
+    if store is not None:
+        for cubin in found.values():
+            write_cubin(store, cubin)
+    return found
 
 
 def write_cubin(folder: Path, cubin: Cubin) -> None:

@@ -139,6 +139,24 @@ class Kernel:
                 ) from error
             raise
 
+    @classmethod
+    def open(
+        cls,
+        driver: Driver,
+        code: bytes,
+        compile_again: Callable[[], bytes],
+        name: str,
+        shape: LaunchShape,
+        processors: int,
+    ) -> Kernel:
+        """The kernel in `code`, or in what `compile_again()` gives if the driver knows nothing to do with `code`."""
+        try:
+            return cls(driver, code, name, shape, processors)
+        except DriverError as error:
+            if not error.is_foreign_cubin:
+                raise
+            return cls(driver, compile_again(), name, shape, processors)
+
     def unload(self) -> None:
         """Give the module back; nothing of it may be in flight or in a graph."""
         if self._module:
