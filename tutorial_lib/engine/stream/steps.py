@@ -1,14 +1,140 @@
-"""The whole-step kernel made ready for one model: planned, compiled, its weights packed, its buffers laid out."""
+"""The whole-step kernel made ready for one model, and its launches: `WholeSteps` for `model.StreamModel`.
+
+A launch is a memset of the counters its barriers use and the kernel itself, both on torch's current stream, so both
+are captured by a graph. What never changes (weights, tables, cache, buffers) stands in the parameters from the
+beginning; a launch sets what it is called with. Tensors whose address was given to a graph have to stay where they
+are: those of the model and of `buffers` live as long as this object, the others are the caller's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, Protocol
+
+import torch
 
 from ...errors import OptionError
 from ..gpu_model import GpuModel
-from .launch import GO_ON
+from .choice import STREAM_ROWS
+from .launch import GO_ON, LaunchShape
 from .model import WholeSteps
+
+
+class Launchable(Protocol):
+    """`launch.Kernel`."""
+
+    shape: LaunchShape
+
+    def launch(self, params: ctypes.Structure, stream: int) -> None: ...
+
+
+class LaunchedSteps:
+    """kernels: row bucket -> the kernel for that many rows at most. params: its structure, a ctypes class; constants:
+    what its fields have in every launch. zeroed: tensors that are zero at the beginning of a launch. words: the words
+    of an error -> half a sentence. report: see `WholeSteps`.
+
+    Fields that a launch sets: sequences, rows (of each, in the first step), steps; tokens, table, table_stride,
+    lengths, slots; mask and depths (0 for a chain of tokens); choices, damage, damage_rows (rows that share an entry
+    of it); logits (0 if nobody wants them); ids (0 for none), vocab_limit (ids from here on are never chosen).
+    """
+
+    def __init__(
+        self,
+        kernels: Mapping[int, Launchable],
+        params: type[ctypes.Structure],
+        constants: Mapping[str, int | float | torch.Tensor],
+        *,
+        head_rows: int,
+        trouble: torch.Tensor,
+        zeroed: Sequence[torch.Tensor],
+        words: Callable[[Sequence[int]], str],
+        report: dict[str, Any],
+    ) -> None:
+        self.kernels, self.head_rows, self.trouble, self.explain = dict(kernels), head_rows, trouble, words
+        self.report, self._zeroed, self._params = report, tuple(zeroed), params
+        self._constants, self._known = dict(constants), {name for name, *_ in params._fields_}  # type: ignore[misc]
+        self._drafts = torch.zeros(STREAM_ROWS * 2 * STREAM_ROWS, dtype=torch.int32, device=trouble.device)
+        self._no_damage = torch.zeros(1, dtype=torch.int32, device=trouble.device)
+        if unknown := sorted(set(constants) - self._known):
+            raise TypeError(f"{params.__name__} has no field {unknown[0]!r}")
+
+    def step(
+        self,
+        tokens: torch.Tensor,
+        table: torch.Tensor,
+        lengths: torch.Tensor,
+        slots: torch.Tensor,
+        rows: int,
+        *,
+        choices: torch.Tensor,
+        damage: torch.Tensor,
+        logits: torch.Tensor | None,
+        tree: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> None:
+        count = lengths.shape[0] * rows
+        tokens = tokens.to(torch.int32).contiguous()  # a column of a round's tokens, or a caller's int64
+        mask, depths = (None, None) if tree is None else tree
+        if mask is not None and mask.shape[1] != rows:
+            raise OptionError(f"a tree's mask has {mask.shape[1]} columns", f"{rows}, its rows", GO_ON)
+        self._launch(
+            count, sequences=lengths.shape[0], rows=rows, steps=1, tokens=tokens, table=table,
+            table_stride=table.stride(0), lengths=lengths, slots=slots, mask=mask, depths=depths, choices=choices,
+            damage=damage, damage_rows=count // damage.shape[0], logits=logits, ids=None, vocab_limit=self.head_rows,
+        )  # fmt: skip
+
+    def chain(
+        self,
+        pair: torch.Tensor,
+        table: torch.Tensor,
+        lengths: torch.Tensor,
+        slots: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        ids: torch.Tensor | None,
+        vocab_size: int,
+    ) -> None:
+        batch, k = out.shape
+        drafts = self._drafts[: k * batch].view(k, batch)
+        limit = self.head_rows if ids is not None else min(vocab_size, self.head_rows)
+        self._launch(
+            2 * batch, sequences=batch, rows=2, steps=k, tokens=pair, table=table, table_stride=table.stride(0),
+            lengths=lengths, slots=slots, mask=None, depths=None, choices=drafts, damage=self._no_damage,
+            damage_rows=2 * batch, logits=None, ids=ids, vocab_limit=limit,
+        )  # fmt: skip
+        out.copy_(drafts.t())
+
+    def _launch(self, count: int, **given: int | torch.Tensor | None) -> None:
+        bucket = next((rows for rows in sorted(self.kernels) if rows >= count), None)
+        if bucket is None:
+            raise OptionError(f"a launch has {count} rows", f"at most {max(self.kernels)}", GO_ON)
+        params = self._params()
+        for name, value in {**self._constants, **given}.items():
+            setattr(params, name, _plain(name, value))
+        for tensor in self._zeroed:
+            tensor.zero_()
+        stream = torch.cuda.current_stream().cuda_stream if self.trouble.is_cuda else 0
+        self.kernels[bucket].launch(params, stream)
+
+
+def _plain(name: str, value: int | float | torch.Tensor | None) -> int | float:
+    """A field's value: the address of a tensor, which has to be dense unless its stride is told too; 0 for None."""
+    if value is None:
+        return 0
+    if not isinstance(value, torch.Tensor):
+        return value
+    is_dense = value.is_contiguous() or (name == "table" and value.stride(-1) == 1)
+    if not is_dense or (name in _INT32 and value.dtype != torch.int32):
+        raise TypeError(f"{name} is {value.dtype} of strides {value.stride()}; the kernel reads dense int32")
+    return value.data_ptr()
+
+
+_INT32 = frozenset({"tokens", "table", "lengths", "slots", "depths", "choices", "damage"})
+
+
+def processor_count(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def open_steps(
