@@ -36,6 +36,7 @@ def hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(host, "open_steps", open_steps)
+    monkeypatch.setattr(host, "plan_for", lambda model: None)
     monkeypatch.setattr(Ops, "make", lambda **_: PLAIN)
     monkeypatch.setattr(host, "captured", lambda run: run)
     monkeypatch.setattr(host, "seconds_of", lambda run, repeats: [run() or 0.008] * repeats)
@@ -79,6 +80,15 @@ def test_a_build_keeps_why_it_does_not_fit_and_refuses_only_if_it_was_asked_for(
         host.prepare(tmp_path, config, packed, {}, "stream", said.append)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
     assert "8.9" in host.prepare(tmp_path, config, packed, {}, "auto", said.append)["unfit"]
+
+
+def test_a_model_that_does_not_fit_is_refused_before_anything_is_timed(hopper, monkeypatch, tmp_path):
+    def plan_for(model):
+        raise UNFIT
+
+    monkeypatch.setattr(host, "plan_for", plan_for)
+    monkeypatch.setattr(host, "captured", lambda run: pytest.fail("timed"))
+    assert "heads of 80" in host.prepare(tmp_path, *packed_dummy(NAME), {}, "auto", lambda line: None)["unfit"]
 
 
 def test_a_kernel_that_gives_up_while_it_is_timed_does_not_fit(hopper, monkeypatch, tmp_path):

@@ -22,7 +22,7 @@ from ..gpu_model import PAGE, GpuModel, Ops, captured, compile_steps, seconds_of
 from ..model import ModelConfig
 from .choice import STREAM_ROWS, choose, found_at_build, obstacle
 from .model import StreamModel, WholeSteps
-from .steps import open_steps
+from .steps import open_steps, plan_for
 
 if TYPE_CHECKING:
     from ...engine_dir import EngineInfo
@@ -75,6 +75,7 @@ def _prepare(
         model = assemble(
             config, packed, dict(tactics), pages=pages, max_positions=positions, ops=Ops.make(), max_sequences=1
         )
+        plan_for(model)  # refuses before anything is timed
         compile_steps([(model, MEASURED_ROWS)])
         triton = step_ms(model, MEASURED_ROWS)
         stream = to_stream(model, store=staging / FOLDER, keeps_reader=False, say=say)

@@ -137,9 +137,14 @@ def processor_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def plan_for(model: GpuModel) -> Any:
+    """How the kernel is to divide the model among the GPU's processors. Raises `WorkbookError` where it cannot."""
+    raise OptionError("this version has no whole-step kernel", "one", GO_ON)
+
+
 def open_steps(
     model: GpuModel, *, folder: Path | None, store: Path | None, in_place: bool, say: Callable[[str], None]
 ) -> WholeSteps:
     """Plan, compile, pack and load. folder: where cubins may lie, store: where to put them. in_place: the weights'
     natural order is not needed any more. Raises `WorkbookError` where the kernel does not fit model or GPU."""
-    raise OptionError("this version has no whole-step kernel", "one", GO_ON)
+    return plan_for(model)
