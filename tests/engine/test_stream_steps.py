@@ -15,10 +15,11 @@ from tutorial_lib.config import LookaheadDecodingConfig, SamplingParams
 from tutorial_lib.drafters.lookahead import LookaheadDrafter
 from tutorial_lib.engine.drafting import OpenTree
 from tutorial_lib.engine.gpu_model import GpuModel
+from tutorial_lib.engine.stream import steps
 from tutorial_lib.engine.stream.launch import LaunchShape
 from tutorial_lib.engine.stream.model import StreamModel
 from tutorial_lib.engine.stream.steps import LaunchedSteps
-from tutorial_lib.errors import OptionError
+from tutorial_lib.errors import OptionError, WorkbookError
 
 POINTERS = ("cache", "tokens", "table", "lengths", "slots", "mask", "depths", "choices", "damage", "logits", "ids")
 NUMBERS = ("sequences", "rows", "steps", "table_stride", "damage_rows", "vocab_limit", "blocks")
@@ -79,11 +80,11 @@ class PlainKernel:
 def launched(model: GpuModel, **more) -> StreamModel:
     counter = torch.zeros(4, dtype=torch.int32)
     kernels = {rows: PlainKernel(model, counter) for rows in (1, 4, 16)}
-    steps = LaunchedSteps(
+    made = LaunchedSteps(
         kernels, Params, {"cache": model.cache, "blocks": 128, **more}, head_rows=model.head.data.shape[0],
         trouble=torch.zeros(4, dtype=torch.int32), zeroed=[counter], words=str, report={},
     )  # fmt: skip
-    return StreamModel.of(model, steps, keeps_reader=True)
+    return StreamModel.of(model, made, keeps_reader=True)
 
 
 def texts(target, params=GREEDY, **options):
@@ -132,13 +133,27 @@ def test_every_launch_takes_the_smallest_kernel_that_holds_its_rows():
 def test_a_field_that_is_not_there_and_a_tensor_that_cannot_be_read_are_defects():
     with pytest.raises(TypeError, match="no field 'weights'"):
         launched(gpu_model(TARGET), weights=torch.zeros(1))
-    steps = launched(gpu_model(TARGET)).steps
+    made = launched(gpu_model(TARGET)).steps
     ints = torch.zeros(4, dtype=torch.int32)
     given = {"choices": ints[:1], "damage": ints[:1], "logits": None, "tree": None}
     with pytest.raises(TypeError, match="lengths is torch.int64"):
-        steps.step(ints[:1], ints[None], ints.long()[:1], ints[:1], 1, **given)
+        made.step(ints[:1], ints[None], ints.long()[:1], ints[:1], 1, **given)
     with pytest.raises(TypeError, match="slots is .* strides"):
-        steps.step(ints[:2], ints[None], ints[:2], ints[::2], 1, **given)
+        made.step(ints[:2], ints[None], ints[:2], ints[::2], 1, **given)
     wide = torch.zeros(2, 3, dtype=torch.int8), ints[:2]
     with pytest.raises(OptionError, match="mask has 3 columns"):
-        steps.step(ints[:2], ints[None], ints[:1], ints[:1], 2, **{**given, "tree": wide})
+        made.step(ints[:2], ints[None], ints[:1], ints[:1], 2, **{**given, "tree": wide})
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "words"),
+    [
+        ("dummy:tiny-llama?head_dim=24", "bf16", "heads of 24"),
+        ("dummy:tiny-llama?intermediate=168", "bf16", "gate_up|down"),
+        ("dummy:tiny-llama", "fp8", "row by row.*calibrated"),
+    ],
+)
+def test_a_model_that_cannot_be_divided_is_refused_with_its_own_numbers(monkeypatch, name, weights, words):
+    monkeypatch.setattr(steps, "processor_count", lambda device: 8)
+    with pytest.raises(WorkbookError, match=f"({words}).*kernel='triton'"):
+        steps.plan_for(gpu_model(name, weights=weights))

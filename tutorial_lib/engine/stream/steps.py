@@ -20,6 +20,7 @@ from ..gpu_model import GpuModel
 from .choice import STREAM_ROWS
 from .launch import GO_ON, LaunchShape
 from .model import WholeSteps
+from .plan import plan
 
 
 class Launchable(Protocol):
@@ -139,6 +140,13 @@ def processor_count(device: torch.device) -> int:
 
 def plan_for(model: GpuModel) -> Any:
     """How the kernel is to divide the model among the GPU's processors. Raises `WorkbookError` where it cannot."""
+    layer, head = model.layers[0], model.head.data
+    if layer.is_fp8 and layer.qkv_in is None:
+        raise OptionError("the activations find their FP8 scales row by row", "calibrated scales", GO_ON)
+    plan(
+        model.config, processor_count(model.device), weight_bytes=layer.qkv.data.element_size(),
+        head_bytes=head.element_size(), head_rows=head.shape[0],
+    )  # fmt: skip
     raise OptionError("this version has no whole-step kernel", "one", GO_ON)
 
 
