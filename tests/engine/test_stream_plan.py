@@ -27,7 +27,13 @@ def config(hidden, heads, kv_heads, intermediate, vocab, head_dim):
 
 
 LLAMA_70B = config(8192, 64, 8, 28672, 128256, 128)
+LLAMA_405B = config(16384, 128, 8, 53248, 128256, 128)
 SMOLLM2 = config(576, 9, 3, 1536, 49152, 64)
+
+
+def test_405b_takes_an_even_division_though_131_blocks_would_have_smaller_shares():
+    found = plan(LLAMA_405B, 132, weight_bytes=1, head_bytes=2)
+    assert found.blocks == 128 and [m.group for m in found.matrices] == [16, 64, 64, 64]
 
 
 def test_70b_goes_to_128_blocks_without_padding():

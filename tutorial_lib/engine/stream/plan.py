@@ -18,6 +18,7 @@ TILE_ROWS = 64
 TILE_BYTES = 256  # of K in one row of a tile, at most
 STEP_BYTES = 32  # of K that one tensor-core instruction takes: 32 FP8 or 16 bf16 values
 GROUP_ROWS = 16
+BUSY_ENOUGH = 7 / 8  # of the processors: predicted to draw the memory's full rate, not measured below 128 of 132
 
 
 class Unfit(WorkbookError):
@@ -101,12 +102,17 @@ def plan(
 
 
 def _blocks(shapes: list[tuple[int, int]], processors: int) -> int:
-    """The fewest blocks with which the largest share of a layer is as small as it can be: fewer to wait for."""
+    """The most blocks among which a layer divides evenly, if they leave few processors idle: all end together, and
+    groups of 64 are possible. Else the fewest whose largest share is as small as it can be: fewer to wait for."""
     if processors < 1:
         raise Unfit(f"{processors} processors", "at least 1", GO_ON)
+    groups = [(rows // GROUP_ROWS, k_bytes) for rows, k_bytes in shapes]
+    even = max(n for n in range(1, processors + 1) if all(count % n == 0 for count, _ in groups))
+    if even >= BUSY_ENOUGH * processors:
+        return even
 
     def largest(blocks: int) -> int:
-        return sum(-(-(rows // GROUP_ROWS) // blocks) * k_bytes for rows, k_bytes in shapes)
+        return sum(-(-count // blocks) * k_bytes for count, k_bytes in groups)
 
     return min(range(1, processors + 1), key=lambda blocks: (largest(blocks), blocks))
 
