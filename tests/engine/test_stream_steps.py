@@ -18,6 +18,7 @@ from tutorial_lib.engine.gpu_model import GpuModel
 from tutorial_lib.engine.stream import steps
 from tutorial_lib.engine.stream.launch import LaunchShape
 from tutorial_lib.engine.stream.model import StreamModel
+from tutorial_lib.engine.stream.plan import plan
 from tutorial_lib.engine.stream.steps import LaunchedSteps
 from tutorial_lib.errors import OptionError, WorkbookError
 
@@ -143,6 +144,38 @@ def test_a_field_that_is_not_there_and_a_tensor_that_cannot_be_read_are_defects(
     wide = torch.zeros(2, 3, dtype=torch.int8), ints[:2]
     with pytest.raises(OptionError, match="mask has 3 columns"):
         made.step(ints[:2], ints[None], ints[:1], ints[:1], 2, **{**given, "tree": wide})
+
+
+class Noting:
+    """Keeps the structure of its last launch."""
+
+    shape = LaunchShape(1, 1, 0)
+
+    def launch(self, params: ctypes.Structure, stream: int) -> None:
+        self.params = params
+
+
+@pytest.mark.parametrize("cache", ["bf16", "fp8"])
+def test_every_parameter_of_the_kernel_has_a_value(cache):
+    """With a model that has all there is, every field but those of an optional input is set by some launch."""
+    model = gpu_model("dummy:tiny-qwen3", weights="fp8 calibrated", cache=cache)
+    made = plan(model.config, 6, weight_bytes=1, head_bytes=2, head_rows=model.head.data.shape[0])
+    kernel = Noting()
+    built = steps.assemble_steps(
+        model, made, {16: kernel}, counters=64, scratch_bytes=1024, in_place=False, report={"kernels": []}
+    )
+    ints = torch.zeros(8, dtype=torch.int32)
+    tree = torch.ones(3, 3, dtype=torch.int8), ints[:3]
+    logits = torch.zeros(3, built.head_rows)
+    built.step(ints[:3], ints[None], ints[:1], ints[:1], 3, choices=ints[:3], damage=ints[:1], logits=logits, tree=tree)
+    unset = {name for name, *_ in type(kernel.params)._fields_ if not getattr(kernel.params, name)}
+    absent = {"ids", "clock", "window", "qkv_bias", "head_scale"} | ({"kv_scale"} if cache == "bf16" else set())
+    assert unset == absent
+    assert (kernel.params.layers, kernel.params.pages) == (len(model.layers), model.pages)
+    assert kernel.params.eps == pytest.approx(model.config.rms_norm_eps)
+    built.chain(ints[:2].view(1, 2), ints[None], ints[:1], ints[:1], ints[None, :4], ids=ints, vocab_size=9)
+    assert (kernel.params.steps, kernel.params.rows, kernel.params.ids) == (4, 2, ints.data_ptr())
+    assert "phase 3, block 2 waited in vain at barrier 7" in built.explain([1, 3, 2, 7])
 
 
 @pytest.mark.parametrize(

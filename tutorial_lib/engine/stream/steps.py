@@ -20,7 +20,11 @@ from ..gpu_model import GpuModel
 from .choice import STREAM_ROWS
 from .launch import GO_ON, LaunchShape
 from .model import WholeSteps
-from .plan import plan
+from .params import Params
+from .plan import Plan, plan
+from .weights import PackedWeights, pack_weights
+
+TROUBLE_WORDS = 4  # error, phase, block, barrier
 
 
 class Launchable(Protocol):
@@ -55,6 +59,7 @@ class LaunchedSteps:
     ) -> None:
         self.kernels, self.head_rows, self.trouble, self.explain = dict(kernels), head_rows, trouble, words
         self.report, self._zeroed, self._params = report, tuple(zeroed), params
+        self.weights: PackedWeights | None = None  # kept for its memory, whose addresses are in `constants`
         self._constants, self._known = dict(constants), {name for name, *_ in params._fields_}  # type: ignore[misc]
         self._drafts = torch.zeros(STREAM_ROWS * 2 * STREAM_ROWS, dtype=torch.int32, device=trouble.device)
         self._no_damage = torch.zeros(1, dtype=torch.int32, device=trouble.device)
@@ -136,6 +141,46 @@ _INT32 = frozenset({"tokens", "table", "lengths", "slots", "depths", "choices", 
 
 def processor_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def assemble_steps(
+    model: GpuModel,
+    plan: Plan,
+    kernels: Mapping[int, Launchable],
+    *,
+    counters: int,
+    scratch_bytes: int,
+    in_place: bool,
+    report: dict[str, Any],
+) -> LaunchedSteps:
+    """Pack the weights of `model` and lay the kernel's buffers out. kernels: by row bucket. counters: uint32 words of
+    its barriers. scratch_bytes: of activations and partial sums, for the most rows."""
+    device, head_rows = model.device, model.head.data.shape[0]
+    packed = pack_weights(model, plan, in_place=in_place)
+    barriers = torch.zeros(counters, dtype=torch.int32, device=device)
+    trouble = torch.zeros(TROUBLE_WORDS, dtype=torch.int32, device=device)
+    constants: dict[str, int | float | torch.Tensor] = {
+        "layers": len(model.layers),
+        "window": model.config.sliding_window or 0,
+        "pages": model.pages,
+        "eps": model.config.rms_norm_eps,
+        "counters": barriers,
+        "scratch": torch.zeros(scratch_bytes, dtype=torch.uint8, device=device),
+        "trouble": trouble,
+        **packed.fields,
+    }
+    steps = LaunchedSteps(
+        kernels, Params, constants, head_rows=head_rows, trouble=trouble, zeroed=[barriers], words=trouble_words,
+        report=report,
+    )  # fmt: skip
+    steps.weights = packed
+    return steps
+
+
+def trouble_words(trouble: Sequence[int]) -> str:
+    """The error word, phase, block and barrier that a launch left when it gave up."""
+    code, phase, block, barrier = trouble[:TROUBLE_WORDS]
+    return f"in phase {phase}, block {block} waited in vain at barrier {barrier} (error {code})"
 
 
 def plan_for(model: GpuModel) -> Any:
