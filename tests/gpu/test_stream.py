@@ -7,6 +7,8 @@ the Triton path for the gap. Within this path everything is equal bit for bit.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from gpu_models import Pages, engine, random_ids, relative
@@ -22,7 +24,7 @@ from tutorial_lib.config import (
 )
 from tutorial_lib.engine.drafting import DeviceTree
 from tutorial_lib.engine.gpu_model import PAGE, captured
-from tutorial_lib.engine.stream import check
+from tutorial_lib.engine.stream import steps
 from tutorial_lib.engine.stream.compile import problems
 from tutorial_lib.engine.stream.host import to_stream
 from tutorial_lib.engine.stream.launch import LaunchShape, StreamError
@@ -33,6 +35,9 @@ pytestmark = [
     pytest.mark.skipif(
         not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
         reason="the whole-step kernel is for compute capability 9.0",
+    ),
+    pytest.mark.skipif(
+        not Path(steps.__file__).with_name("step.cu").is_file(), reason="this version has no whole-step kernel"
     ),
 ]
 
@@ -195,10 +200,6 @@ def test_a_draft_in_one_launch_is_the_draft_of_many(streamed):
 # ---- safe -----------------------------------------------------------------------------------------------------------
 
 
-def test_launches_graphs_barriers_and_refusals_with_a_kernel_of_ten_lines():
-    assert [row for row in check.launch_alone("launch") if not row.is_fine] == []
-
-
 def test_the_machine_code_neither_spills_nor_serializes(streamed):
     for name, form in (("70B", "fp8"), ("1B", "fp8"), ("135M", "bf16")):
         for report in streamed(name, form).steps.report["kernels"]:
@@ -254,8 +255,6 @@ def test_a_block_that_never_comes_is_an_error_in_time_and_the_other_path_goes_on
 
 def test_blocks_that_do_not_fit_the_gpu_are_refused_before_a_launch(monkeypatch):
     about = torch.cuda.get_device_properties(0)
-    from tutorial_lib.engine.stream import steps
-
     monkeypatch.setattr(steps, "processor_count", lambda device: about.multi_processor_count // 2)
     with pytest.raises((StreamError, OptionError), match="processors|blocks"):
         to_stream(true_shape("70B", "fp8"))
