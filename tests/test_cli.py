@@ -585,7 +585,7 @@ def test_bench_under_load_passes_its_options_on_and_refuses_them_elsewhere(workb
 
     calls = []
 
-    def bench_load(profile, settings, *, budget_s, command, say):
+    def bench_load(profile, settings, *, budget_s, command, say, keep=None):
         say("plain, in flight")
         calls.append((profile.name, settings, budget_s))
         return {"experiment": "load", "profile": profile.name, "runs": [{"provenance": {}}], "summary": {"points": []}}

@@ -130,13 +130,22 @@ def makers(clock, made, **kinds):
     return make
 
 
-def a_tune(drafters=("draft", "ngram"), clock=None, made=None, said=None, budget_s=None, repeats=3, **kinds):
+def a_tune(
+    drafters=("draft", "ngram"),
+    clock=None,
+    made=None,
+    said=None,
+    budget_s=None,
+    repeats=3,
+    is_exhaustive=False,
+    **kinds,
+):
     clock, made = clock or Clock(), [] if made is None else made
     kinds = {"draft": {"chance": 0.9}, "ngram": {"chance": 0.3, "hard_chance": 0.3, "step_s": 0.0}} | kinds
     say = (lambda line: None) if said is None else said.append
     return tuner.tune(
         PROFILE, drafters, PROMPTS, budget_s=budget_s, repeats=repeats, say=say, make_llm=makers(clock, made, **kinds),
-        clock=clock,
+        clock=clock, is_exhaustive=is_exhaustive,
     )  # fmt: skip
 
 
@@ -160,6 +169,21 @@ def test_it_finds_what_exhaustive_runs_find(chance):
     assert len(document["predictions"]) == 9 and len(document["verified"]) == 3 and document["is_verified"]
     assert all(abs(row["prediction_error"]) < 0.04 for row in document["verified"])
     assert json.dumps(document, allow_nan=False)
+
+
+@pytest.mark.parametrize("chance", [0.35, 0.85])
+def test_an_exhaustive_search_runs_every_setting_and_says_what_the_usual_few_miss(chance):
+    said = []
+    document = a_tune(("draft", "ngram"), said=said, is_exhaustive=True, draft={"chance": chance})
+    found, rows = document["exhaustive"], document["verified"]
+    assert len(rows) == found["settings"] == 16 and rows[0]["label"] == found["best"]
+    usual = [p["label"] for p in document["predictions"] if p["name"] != "plain"][:3]
+    assert found["picked"] == max((r for r in rows if r["label"] in usual), key=lambda r: r["speedup"])["label"]
+    assert found["short_by"] == pytest.approx(1 - found["picked_speedup"] / found["best_speedup"])
+    assert 0 <= found["short_by"] < 0.05 and any("of all 16 settings run" in line for line in said)
+    assert "exhaustive" not in a_tune(("draft",), draft={"chance": chance})
+    with pytest.raises(OptionError, match="exhaustive search within a budget"):
+        a_tune(("draft",), is_exhaustive=True, budget_s=60.0)
 
 
 def test_the_choice_has_a_margin_and_names_where_it_does_not_pay():

@@ -647,6 +647,8 @@ def _bench_load(profile: Profile, asked: dict[str, Any], json_file: str | None, 
     check_json_file(json_file)
     out = sys.stderr if json_file == "-" else sys.stdout
     options: dict[str, Any] = {"budget_s": budget_s, "command": _command(), "say": lambda line: _say(line, out)}
+    if json_file not in (None, "-"):
+        options["keep"] = lambda so_far: write(so_far, json_file)
     document = load_run.bench_load(profile, settings, **options)
     if json_file not in (None, "-"):
         write(document, json_file)
@@ -724,6 +726,9 @@ def tune(
     budget_s: Annotated[
         float | None, typer.Option("--budget-s", metavar="S", help="Leave out what does not fit into so many seconds.")
     ] = None,
+    exhaustive: Annotated[
+        bool, typer.Option("--exhaustive", help="Run every setting: what would the best three have missed?")
+    ] = False,
     dtype: Dtype = "auto",
     device: Device = "auto",
     out: Annotated[
@@ -749,13 +754,16 @@ def tune(
         embedded, name="tune", target=target, drafter=embedded.drafter if target == embedded.target else "",
         dtype=dtype, device=device, max_tokens=_at_least_one("--max-tokens", max_tokens),
     )  # fmt: skip
+    if exhaustive:
+        _refuse_given({"--budget-s": budget_s}, "with --exhaustive")
     names = [name.strip() for name in drafters.split(",")]
     tuner.settings_asked(names, max_draft_len, on)
     asked = select(load_prompts(prompts) if prompts else load_prompts(), per_category)
     stream = sys.stderr if json_file == "-" else sys.stdout
     document = tuner.tune(
         on, names, asked, max_draft_len=max_draft_len, repeats=_at_least_one("--repeats", repeats), budget_s=budget_s,
-        prompt_set=prompts.stem if prompts else "bundled", command=_command(), say=lambda line: _say(line, stream),
+        is_exhaustive=exhaustive, prompt_set=prompts.stem if prompts else "bundled", command=_command(),
+        say=lambda line: _say(line, stream),
     )  # fmt: skip
     if json_file is not None:
         write_json(json_file, document)

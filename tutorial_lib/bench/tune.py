@@ -80,6 +80,7 @@ def tune(
     max_draft_len: int = 8,
     repeats: int = REPEATS,
     budget_s: float | None = None,
+    is_exhaustive: bool = False,
     prompt_set: str = "bundled",
     command: str = "",
     say: Say = print,
@@ -90,10 +91,13 @@ def tune(
     "does_not_pay", "margin", "left_out", "notes", "runs", ...}.
 
     drafters: as `--drafter` of `workbook generate` takes them; "draft" is the profile's draft model, "eagle3_tree" the
-    EAGLE-3 head's tree. budget_s: settings to verify are left out first, then drafters from the last. Raises
-    `WorkbookError`s; nothing is written.
+    EAGLE-3 head's tree. budget_s: settings to verify are left out first, then drafters from the last. is_exhaustive:
+    run every setting, and say in "exhaustive" what the usual few would have missed. Raises `WorkbookError`s; nothing
+    is written.
     """
     began = clock()
+    if is_exhaustive and budget_s is not None:
+        raise OptionError("an exhaustive search within a budget", "one of the two", "leave the budget out")
     asked = settings_asked(drafters, max_draft_len, profile)
     if not prompts:
         raise PromptError("the list of prompts is empty", "at least one prompt")
@@ -116,9 +120,11 @@ def tune(
         predictions = predict(session, observed, plain_times)
         for line in describe_predictions(predictions):
             say(line)
-        best = [p for p in predictions if p.setting.name != PLAIN][:most_verified]
+        best = [p for p in predictions if p.setting.name != PLAIN][: None if is_exhaustive else most_verified]
         verified = _verify(best, plain, make, prompts, params, repeats, prompt_set, command, profile, say, clock)
     document = _document(predictions, verified, session, profile)
+    if is_exhaustive:
+        document["exhaustive"] = _missed(document["verified"], [p.setting.label for p in best[:MOST_VERIFIED]])
     document["left_out"], document["notes"] = left_out, document["notes"] + notes
     document |= {"seconds": clock() - began, "provenance": provenance(command, params.seed)}
     for line in describe(document):
@@ -405,6 +411,19 @@ def _document(
     }
 
 
+def _missed(rows: Sequence[Mapping[str, Any]], usual: Sequence[str]) -> dict[str, Any]:
+    """The best of all measured settings, the best of the `usual` ones, and how far that stays behind (0: it is it)."""
+    picked = next(row for row in rows if row["label"] in usual)
+    return {
+        "settings": len(rows),
+        "best": rows[0]["label"],
+        "best_speedup": rows[0]["speedup"],
+        "picked": picked["label"],
+        "picked_speedup": picked["speedup"],
+        "short_by": 1 - picked["speedup"] / rows[0]["speedup"],
+    }
+
+
 def _is_clear(choice: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> bool:
     """Was it ahead of every other in every repeat? One repeat cannot tell."""
     several = max(len(_repeats(candidate)) for candidate in (choice, *others)) > 1
@@ -469,6 +488,12 @@ def describe(document: Mapping[str, Any]) -> list[str]:
         f"choice: {choice['label']}, {choice['speedup']:.2f}x plain decoding ({how}), {document['margin']:.1%} ahead "
         "of the next" + (f", {noise} what repeats differ by" if document["is_verified"] else "")
     )
+    if found := document.get("exhaustive"):
+        lines.append(
+            f"of all {found['settings']} settings run, {found['best']} is best ({found['best_speedup']:.2f}x); from "
+            f"its {MOST_VERIFIED} best predictions tune takes {found['picked']} ({found['picked_speedup']:.2f}x), "
+            f"{found['short_by']:.1%} behind"
+        )
     worse = ", ".join(f"{category} {gain:.2f}x" for category, gain in document["does_not_pay"].items())
     lines.append(f"does not pay in: {worse}" if worse else "pays in every category")
     return lines + [f"note: {note}" for note in document["notes"]]
