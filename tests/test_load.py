@@ -191,7 +191,9 @@ def test_another_engine_gets_the_same_requests_in_a_process_of_its_own(cache, mo
     settings = settings_for(
         PROFILES["cpu"], **given, methods=("plain", "ngram"), output_len=9, static_from=9, backends=("torch", "vllm")
     )
-    found = bench_load("cpu", settings, say=lambda line: None)
+    kept = []
+    found = bench_load("cpu", settings, say=lambda line: None, keep=kept.append)
+    assert [len(k["runs"]) for k in kept] == list(range(1, 9)) and kept[-1]["runs"] == found["runs"]
     runs = [(r["backend"], r["method"], r["concurrency"]) for r in found["runs"]]
     ours = [("torch", method, n) for n in (1, 3) for method in ("plain", "ngram")]
     assert runs == ours + [("vllm", method, n) for method in ("plain", "ngram") for n in (1, 3)]
@@ -292,13 +294,14 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded(given, words):
 def test_shapes_with_random_weights_are_run_as_others_publish_them():
     """The call is the one that an engine on a GPU gets; nothing is loaded here."""
     asked: list[tuple] = []
-    warmed: list[int] = []
+    warmed: list[tuple[int, int]] = []
 
     def make(model, **options):
         asked.append((model, options))
         return SimpleNamespace(
             close=lambda: None, tokenizer=lambda text: {"input_ids": list(text.encode())}, info=INFO,
-            engine=Machine(64), generate=lambda prompts, _: warmed.append(len(prompts)),
+            engine=Machine(64),
+            generate=lambda prompts, params: warmed.append((len(prompts), params[0].max_tokens)),
         )  # fmt: skip
 
     pair = {"target": "dummy:llama-3.1-8b", "drafter": "dummy:llama-3.2-1b", "concurrency": (1, 16)}
@@ -306,7 +309,7 @@ def test_shapes_with_random_weights_are_run_as_others_publish_them():
         clocked: Callable = lambda engine, load, *, batching: engine.run(load, batching)  # noqa: E731
         patch.setattr(load_run.loads, "serve", clocked)
         document = bench_load("h200", settings_for(PROFILES["h200"], **pair), say=lambda line: None, make_llm=make)
-    assert warmed == [1, 1, 2, 4, 8, 16, 2, 4, 8, 16]  # every graph of both engines, once
+    assert warmed == [(1, 128), (1, 128), (16, 128), (16, 128)]  # whole answers: with short ones 16 would never meet
     (target, plain), (_, drafted) = asked
     assert target == "dummy:llama-3.1-8b" and plain["speculative_config"] is plain["simulated_acceptance"] is None
     assert (

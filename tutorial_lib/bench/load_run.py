@@ -175,12 +175,14 @@ def bench_load(
     command: str = "",
     say: Say = print,
     make_llm: Callable[..., Any] | None = None,
+    keep: Callable[[Record], None] = lambda so_far: None,
 ) -> Record:
     """Every load on every method in turns: {"experiment", "profile", "runs", "parts", "summary"}. Each run carries the
     definitions of its figures.
 
     budget_s: runs that would end later, judged by the run of the same kind before, are left out and named in "parts".
-    Raises `OptionError` before anything is loaded.
+    keep: gets what there is after every run, so that what is cut off keeps it. Raises `OptionError` before
+    anything is loaded.
     """
     profile = profile_named(profile) if isinstance(profile, str) else profile
     s = settings or settings_for(profile)
@@ -221,15 +223,20 @@ def bench_load(
                     lasted[kind] = time.perf_counter() - began - used
                     parts.append({"part": label, "status": "done", "seconds": round(lasted[kind], 3)})
                     say(f"{label}: {_in_words(records[-1]['figures'])}")
-    summary = summarize(records)
-    for line in describe(summary):
+                    keep(_document(profile, records, parts))
+    document = _document(profile, records, parts)
+    for line in describe(document["summary"]):
         say(line)
+    return document
+
+
+def _document(profile: Profile, records: Sequence[Record], parts: Sequence[Record]) -> Record:
     return {
         "experiment": EXPERIMENT,
         "profile": profile.name,
-        "runs": records,
-        "parts": parts,
-        "summary": summary,
+        "runs": list(records),
+        "parts": list(parts),
+        "summary": summarize(records),
     }
 
 
@@ -325,15 +332,22 @@ def _config(name: str, s: Settings) -> DecodingBaseConfig | None:
 
 
 def _warm_up(llm: Any, name: str, load: Load, done: set[tuple[str, int]]) -> None:
-    """A few rounds, once for each engine: on a GPU at every batch bucket that the load passes through, each of which is
-    a graph of its own; on a CPU at the first concurrency."""
-    sizes = [2**i for i in range(load.concurrency.bit_length()) if 2**i < load.concurrency] + [load.concurrency]
+    """On a GPU the answers that the first clients will get, whole: every batch bucket is a graph of its own, and with
+    short ones the first would have left before the last prompt is read, so that the widest came in the timed run. On a
+    CPU a few rounds at the first concurrency."""
+    if (name, load.concurrency) in done:
+        return
+    jobs = [load.jobs[i % len(load.jobs)] for i in range(load.concurrency)]
+    lengths = [count for _, count in jobs]
     if not str(llm.info.get("device", "")).startswith("cuda"):
-        sizes = [] if any(known == name for known, _ in done) else [load.concurrency]
-    few = SamplingParams(max_tokens=3 * (llm.info.get("max_draft_len", 0) + 1), ignore_eos=True)
-    for size in [n for n in sizes if (name, n) not in done]:
-        llm.generate([list(load.jobs[i % len(load.jobs)][0]) for i in range(size)], few)
-        done.add((name, size))
+        if any(known == name for known, _ in done):
+            return
+        lengths = [3 * (llm.info.get("max_draft_len", 0) + 1)] * len(jobs)
+    if isinstance(llm, RemoteLLM):
+        llm.serve(Load(tuple((ids, count) for (ids, _), count in zip(jobs, lengths, strict=True)), load.concurrency))
+    else:
+        llm.generate([list(ids) for ids, _ in jobs], [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths])
+    done.add((name, load.concurrency))
 
 
 def _record(llm: Any, about: Record, outcome: Outcome, s: Settings, profile: Profile, origin: Record) -> Record:
