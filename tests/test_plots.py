@@ -144,6 +144,10 @@ def test_same_method_looks_the_same_in_every_figure():
     styles = plots.METHODS.values()
     for feature in ("color", "symbol", "dash"):
         assert len({getattr(style, feature) for style in styles}) == len(styles), feature
+    other = plots.method_style("eagle3_fixed16")
+    assert (other.label, other.color) == ("EAGLE-3 tree, 16 fixed", plots.METHODS["eagle3_fixed15"].color)
+    assert plots.method_style("eagle3_dynamic60").label == "EAGLE-3 tree, 60 dynamic"
+    assert plots.method_style("magic").label == "magic"
 
 
 def test_another_backend_is_told_apart_without_colour():

@@ -12,12 +12,13 @@ from __future__ import annotations
 import html
 import importlib.util
 import math
+import re
 import statistics
 import subprocess
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -139,8 +140,15 @@ def save_png(figure: go.Figure, path: str | Path, *, timeout_s: float = 60, say:
 
 
 def method_style(method: str) -> MethodStyle:
-    style = METHODS.get(method, _UNKNOWN_METHOD)
-    return style if style.label else MethodStyle(method, style.color, style.symbol, style.dash)
+    """A tree of another size looks like the listed one of its kind that is nearest."""
+    if (style := METHODS.get(method)) is not None:
+        return style
+    if found := re.fullmatch(r"(eagle3_(?:fixed|dynamic))(\d+)", method):
+        sizes = {int(n.removeprefix(found[1])): n for n in METHODS if re.fullmatch(rf"{found[1]}\d+", n)}
+        nearest = min(sizes, key=lambda nodes: abs(nodes - int(found[2])))
+        like = METHODS[sizes[nearest]]
+        return replace(like, label=like.label.replace(str(nearest), found[2]))
+    return replace(_UNKNOWN_METHOD, label=method)
 
 
 def number(value: Any) -> float | None:
