@@ -97,7 +97,7 @@ def test_measured_step_times_predict_every_recorded_run(points):
     whole = [p for p in points if p.category is None]
     assert {(p.session, p.max_draft_len) for p in whole} >= {
         ("70b-1b", 10), ("70b-1b", 3), ("8b-1b", 5), ("embedded", 2), ("notebook 02", 8), ("notebook 07", 4),
-        ("notebook 03", 5), ("methods", 6),
+        ("notebook 03", 5), ("methods", 6), ("compare", 10),
     }  # fmt: skip
     with_host_turn = [p for p in points if p.has_host_turn]
     assert {(p.session, p.method) for p in with_host_turn} == {("methods", "suffix"), ("methods", "lookahead")}

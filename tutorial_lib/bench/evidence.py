@@ -33,6 +33,7 @@ from .hardware_model import (
     step_s,
     without_layers,
 )
+from .measure import between
 from .summary import PLAIN
 
 Record = Mapping[str, Any]
@@ -235,8 +236,9 @@ def _other_rounds(plain: Record, run: Record, parts: Components) -> dict[str, fl
     return {c: sum(beyond_s[o] for o in some) / sum(rounds[o] for o in some) for c, some in others.items() if some}
 
 
-def forced_points(records: Sequence[Record], machine: Ceilings) -> list[Point]:
-    """A GPU's runs of random weights: every K and every forced acceptance length."""
+def forced_points(records: Sequence[Record], machine: Ceilings, others: Sequence[Record] = ()) -> list[Point]:
+    """A GPU's runs of random weights: every K and every forced acceptance length. others: runs of the same two models
+    in another session, plain first, which these records' step times predict as well."""
     steps, drafts = (next(r for r in records if r["kind"] == "steps" and r["of"] == of) for of in ("target", "drafter"))
     card = _first(records, "card")
     dtype = card["target"]["dtype"]
@@ -244,20 +246,22 @@ def forced_points(records: Sequence[Record], machine: Ceilings) -> list[Point]:
         model_cost(DUMMIES[card[of]["model"].removeprefix("dummy:")], dtype) for of in ("target", "drafter")
     )
     shapes = Shapes(target, machine, steps["context"], drafter)
-    runs = [r for r in records if r["kind"] == "run"]
+    row_s = {int(rows): ms / 1e3 for rows, ms in steps["step_ms"].items()}
+    draft_s = {0: 0.0, 1: drafts["draft_step_ms"] / 1e3} | {int(k): ms / 1e3 for k, ms in drafts["draft_ms"].items()}
+    runs = list(others) or [r for r in records if r["kind"] == "run"]
     found: list[Point] = []
     for run in runs[1:]:
         k = run["max_draft_len"]
         parts = Components(
             k,
-            plain_step_s=steps["step_ms"]["1"] / 1e3,
-            verify_step_s=steps["step_ms"][str(k + 1)] / 1e3,
-            draft_s=drafts["draft_ms"][str(k)] / 1e3,
-            draft_step_s=drafts["draft_step_ms"] / 1e3,
+            plain_step_s=row_s[1],
+            verify_step_s=between(row_s, k + 1),
+            draft_s=between(draft_s, k),
+            draft_step_s=draft_s[1],
             acceptance_length={},
         )
-        forced = run["simulated_acceptance"]["acceptance_length"]
-        found += _points(card["experiment"], runs[0], run, parts, shapes, forced)
+        told = run.get("simulated_acceptance") or run["figures"]
+        found += _points(run["experiment"], runs[0], run, parts, shapes, told["acceptance_length"])
     return found
 
 

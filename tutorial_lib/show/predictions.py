@@ -35,6 +35,8 @@ def recorded_points(folder: str | Path = RECORDED) -> list[Point]:
     found: list[Point] = []
     for file in sorted((folder / "h200").glob("*b-*b.jsonl")):
         found += evidence.forced_points(read_records(file), on_gpu)
+    beside = [r for r in read_records(folder / "h200" / "compare.jsonl") if r.get("backend") == "torch"]
+    found += evidence.forced_points(read_records(folder / "h200" / "70b-1b.jsonl"), on_gpu, beside)
     found += evidence.embedded_gpu_points(read_records(folder / "h200" / "embedded.jsonl"), on_gpu)
     found += evidence.methods_gpu_points(read_records(folder / "h200" / "methods.jsonl"), on_gpu)
     for file in sorted(folder.glob("*/ceilings.jsonl")):
