@@ -249,6 +249,7 @@ def forced_points(records: Sequence[Record], machine: Ceilings, others: Sequence
     row_s = {int(rows): ms / 1e3 for rows, ms in steps["step_ms"].items()}
     draft_s = {0: 0.0, 1: drafts["draft_step_ms"] / 1e3} | {int(k): ms / 1e3 for k, ms in drafts["draft_ms"].items()}
     runs = list(others) or [r for r in records if r["kind"] == "run"]
+    session = others[0]["experiment"] if others else card["experiment"]
     found: list[Point] = []
     for run in runs[1:]:
         k = run["max_draft_len"]
@@ -261,7 +262,7 @@ def forced_points(records: Sequence[Record], machine: Ceilings, others: Sequence
             acceptance_length={},
         )
         told = run.get("simulated_acceptance") or run["figures"]
-        found += _points(run["experiment"], runs[0], run, parts, shapes, told["acceptance_length"])
+        found += _points(session, runs[0], run, parts, shapes, told["acceptance_length"])
     return found
 
 
