@@ -758,7 +758,7 @@ def test_process_tells_that_stdout_is_full():
 
 
 BUILD = """
-import sys, time
+import signal, sys, time
 from tutorial_lib import api, engine_dir
 from tutorial_lib.cli import main
 
@@ -766,6 +766,7 @@ def write(staging):
     print("building", flush=True)
     time.sleep(60)
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests that run under nohup have it ignored
 api.build = lambda checkpoint, out, **options: engine_dir.create(sys.argv[1], write)
 main(["build", "dummy:tiny-llama"])
 """
