@@ -174,13 +174,11 @@ class LLM:
     @property
     def engine(self) -> Any:
         """What a load is put on turn by turn (`bench.load.Server`): of the torch backend its `engine.engine.Engine`."""
-        if (server := getattr(self._backend, "server", None)) is not None:
-            return server
-        engine = getattr(self._backend, "engine", None)
-        if engine is None or not getattr(self._backend, "is_shared", False):
+        server = getattr(self._backend, "server", None)
+        if server is None:
             where = f"{self.info['backend']!r} on {self.info['device']}"
             raise OptionError(f"backend {where} shows no engine whose calls share a batch", "backend 'torch', open")
-        return engine
+        return server
 
     @overload
     def generate(  # type: ignore[overload-overlap]

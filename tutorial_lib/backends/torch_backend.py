@@ -160,6 +160,11 @@ class TorchBackend:
             raise OptionError("rounds by batch size, of an engine whose calls do not share a batch", "a CPU, one rank")
         return engine.time_rounds(batch, max_draft_len, context)
 
+    @property
+    def server(self) -> Engine | ParallelEngine | None:
+        """What a load is put on, see `bench.load.Server`; None when closed."""
+        return self.engine
+
     def close(self) -> None:
         if isinstance(self.engine, ParallelEngine):
             self.engine.close()

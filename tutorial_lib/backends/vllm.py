@@ -159,14 +159,18 @@ class VllmBackend:
             for prompt, one in zip(prompts, params, strict=True)
         ]
         kind = import_module("vllm.sampling_params").RequestOutputKind.DELTA
-        for request in requests:
-            self._number += 1
-            arguments = calls.sampling_params(request.params, sorted(self._eos))
-            sampling = self._library.SamplingParams(**arguments, output_kind=kind)
-            self._running[str(self._number)] = request
-            self._engine.add_request(
-                str(self._number), {"type": "token", "prompt_token_ids": request.prompt_ids}, sampling
-            )
+        try:
+            for request in requests:
+                self._number += 1
+                arguments = calls.sampling_params(request.params, sorted(self._eos))
+                sampling = self._library.SamplingParams(**arguments, output_kind=kind)
+                self._engine.add_request(
+                    str(self._number), {"type": "token", "prompt_token_ids": request.prompt_ids}, sampling
+                )
+                self._running[str(self._number)] = request
+        except BaseException:
+            self._end(requests)
+            raise
         return requests
 
     def _step(self) -> None:
@@ -204,11 +208,15 @@ class VllmBackend:
                 self._step()
                 yield
         finally:
-            left = [name for name, request in self._running.items() if any(request is one for one in requests)]
-            for name in left:
-                del self._running[name]
-            if left and self._engine is not None:
-                self._engine.abort_request(left)
+            self._end(requests)
+
+    def _end(self, requests: Sequence[_Request]) -> None:
+        """Those of them that still run: nobody reads them any more."""
+        left = [name for name, request in self._running.items() if any(request is one for one in requests)]
+        for name in left:
+            del self._running[name]
+        if left and self._engine is not None:
+            self._engine.abort_request(left)
 
     def _drafted(self, is_alone: bool) -> tuple[int, int | None] | None:
         """Of one request in this step: draft tokens verified, and how many of them were accepted (None: as many as its

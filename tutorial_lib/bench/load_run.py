@@ -134,13 +134,13 @@ def _check(s: Settings) -> None:
 # ---- what is asked --------------------------------------------------------------------------------------------------
 
 
-def loads_of(s: Settings, tokenizer: Any) -> list[tuple[int, float | None, Load]]:
-    """Concurrency, rate and load of every point of the sweep. The first requests are the same at every concurrency."""
+def loads_of(s: Settings, tokenizer: Any) -> list[tuple[float | None, Load]]:
+    """Rate and load of every point of the sweep. The first requests are the same at every concurrency."""
     most = max(s.concurrency)
     jobs = _jobs(s, tokenizer, max(2, s.requests_per_client * most))
     if s.arrival == POISSON:
-        return [(most, r, Load(jobs, most, loads.poisson_times(r, len(jobs), s.seed))) for r in s.rates]
-    return [(c, None, Load(jobs[: max(2, s.requests_per_client * c)], c)) for c in s.concurrency]
+        return [(r, Load(jobs, most, loads.poisson_times(r, len(jobs), s.seed))) for r in s.rates]
+    return [(None, Load(jobs[: max(2, s.requests_per_client * c)], c)) for c in s.concurrency]
 
 
 def _jobs(s: Settings, tokenizer: Any, count: int) -> tuple[tuple[tuple[int, ...], int], ...]:
@@ -192,6 +192,27 @@ def bench_load(
     records: list[Record] = []
     parts: list[Record] = []
     lasted: dict[tuple[str, ...], float] = {}
+    warm: set[tuple[str, str, int]] = set()
+
+    def run(llm: Any, backend: str, name: str, batching: str, rate: float | None, load: Load) -> None:
+        label = _label(backend, name)
+        label += f", {batching}, " + (f"{rate:g} requests/s" if rate else f"{load.concurrency} at once")
+        kind = (backend, name, batching)
+        used = time.perf_counter() - began
+        if budget_s is not None and records and used + 1.3 * lasted.get(kind, 0.0) > budget_s:
+            parts.append({"part": label, "status": "skipped", "seconds": None})
+            say(f"{label}: left out, {max(0.0, budget_s - used):.0f} s of {budget_s:g} s are left")
+            return
+        _warm_up(llm, (backend, name), load, warm)
+        outcome = _serve(llm, load, batching)
+        about = {"method": name, "batching": batching, "concurrency": load.concurrency, "rate": rate}
+        records.append(_record(llm, about, outcome, s, profile, origin))
+        lasted[kind] = time.perf_counter() - began - used
+        parts.append({"part": label, "status": "done", "seconds": round(lasted[kind], 3)})
+        say(f"{label}: {_in_words(records[-1]['figures'])}")
+        keep(_document(profile, records, parts))
+
+    points: list[tuple[float | None, Load]] = []
     for backend, names in _groups(s):
         with ExitStack() as stack:
             try:
@@ -201,29 +222,13 @@ def bench_load(
                     raise
                 why = without_folders(str(error))
                 say(f"not run: {backend}: {why}")
-                parts.append(
-                    {"part": f"{backend} {', '.join(names)}", "status": "not run", "seconds": None, "why": why}
-                )
+                named = f"{backend} {', '.join(names)}"
+                parts.append({"part": named, "status": "not run", "seconds": None, "why": why})
                 continue
-            warm: set[tuple[str, int]] = set()
-            for concurrency, rate, load in loads_of(s, next(iter(llms.values())).tokenizer):
-                for name, batching in _runs(backend, names, s, concurrency):
-                    label = _label(backend, name)
-                    label += f", {batching}, " + (f"{rate:g} requests/s" if rate else f"{concurrency} at once")
-                    kind = (backend, name, batching)
-                    used = time.perf_counter() - began
-                    if budget_s is not None and records and used + 1.3 * lasted.get(kind, 0.0) > budget_s:
-                        parts.append({"part": label, "status": "skipped", "seconds": None})
-                        say(f"{label}: left out, {max(0.0, budget_s - used):.0f} s of {budget_s:g} s are left")
-                        continue
-                    _warm_up(llms[name], name, load, warm)
-                    outcome = _serve(llms[name], load, batching)
-                    about = {"method": name, "batching": batching, "concurrency": concurrency, "rate": rate}
-                    records.append(_record(llms[name], about, outcome, s, profile, origin))
-                    lasted[kind] = time.perf_counter() - began - used
-                    parts.append({"part": label, "status": "done", "seconds": round(lasted[kind], 3)})
-                    say(f"{label}: {_in_words(records[-1]['figures'])}")
-                    keep(_document(profile, records, parts))
+            points = points or loads_of(s, llms[names[0]].tokenizer)
+            for rate, load in points:
+                for name, batching in _runs(backend, names, s, load.concurrency):
+                    run(llms[name], backend, name, batching, rate, load)
     document = _document(profile, records, parts)
     for line in describe(document["summary"]):
         say(line)
@@ -331,23 +336,23 @@ def _config(name: str, s: Settings) -> DecodingBaseConfig | None:
     return config if s.draft_len_schedule is None else replace(config, draft_len_schedule=s.draft_len_schedule)
 
 
-def _warm_up(llm: Any, name: str, load: Load, done: set[tuple[str, int]]) -> None:
+def _warm_up(llm: Any, engine: tuple[str, str], load: Load, done: set[tuple[str, str, int]]) -> None:
     """On a GPU the answers that the first clients will get, whole: every batch bucket is a graph of its own, and with
     short ones the first would have left before the last prompt is read, so that the widest came in the timed run. On a
     CPU a few rounds at the first concurrency."""
-    if (name, load.concurrency) in done:
+    if (*engine, load.concurrency) in done:
         return
     jobs = [load.jobs[i % len(load.jobs)] for i in range(load.concurrency)]
     lengths = [count for _, count in jobs]
     if not str(llm.info.get("device", "")).startswith("cuda"):
-        if any(known == name for known, _ in done):
+        if any(known[:2] == engine for known in done):
             return
         lengths = [3 * (llm.info.get("max_draft_len", 0) + 1)] * len(jobs)
     if isinstance(llm, RemoteLLM):
         llm.serve(Load(tuple((ids, count) for (ids, _), count in zip(jobs, lengths, strict=True)), load.concurrency))
     else:
         llm.generate([list(ids) for ids, _ in jobs], [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths])
-    done.add((name, load.concurrency))
+    done.add((*engine, load.concurrency))
 
 
 def _record(llm: Any, about: Record, outcome: Outcome, s: Settings, profile: Profile, origin: Record) -> Record:
