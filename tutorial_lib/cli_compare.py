@@ -74,7 +74,7 @@ def compare(
         cli._refuse_given({"--max-draft-len": max_draft_len}, "with --sweep")
     asked = peers.Asked(
         target, options, dtype, device, max_tokens, temperature, seed, tensor_parallel_size, acceptance_length,
-        draft_lens=_whole_numbers(draft_lens), acceptance_probability=acceptance_probability,
+        draft_lens=cli._listed("--sweep", draft_lens, int) or (), acceptance_probability=acceptance_probability,
     )  # fmt: skip
     peers.check_sweep(asked)
     _ = asked.params  # refuses a temperature or a limit that makes no sense
@@ -123,13 +123,6 @@ def _by_name(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         return f"{run['backend']} {run['method']}" + (f" K={run['max_draft_len']}" if run["max_draft_len"] else "")
 
     return {name(run): run for run in runs}
-
-
-def _whole_numbers(words: str | None) -> tuple[int, ...]:
-    try:
-        return tuple(int(word) for word in words.split(",")) if words is not None else ()
-    except ValueError as error:
-        raise OptionError(f"--sweep is {words}", "whole numbers with commas between, for example 2,5,10") from error
 
 
 def _dry_run(names: list[str], asked: Any, nodes: int | None, json_file: str | None) -> None:

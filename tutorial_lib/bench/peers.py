@@ -77,7 +77,7 @@ def compare_backends(
     command: str = "",
     say: Say = print,
     make: Maker | None = None,
-    keep: Callable[[dict[str, Any]], None] | None = None,
+    keep: Callable[[dict[str, Any]], None] = lambda so_far: None,
     **options: Any,
 ) -> dict[str, Any]:
     """Run them and return {"kind", "experiment", "runs": records, "summary": {...}}.
@@ -119,7 +119,7 @@ def compare_backends(
         return {"kind": "comparison", "experiment": EXPERIMENT, "profile": "", "runs": runs, "summary": summary}
 
     if one_at_a_time:
-        session = _in_sequence(backends, opener, measured, lambda so_far: keep(document(so_far)) if keep else None)
+        session = _in_sequence(backends, opener, measured, lambda so_far: keep(document(so_far)))
     else:
         session = _in_turns(backends, opener, measured)
     if not session.records:
