@@ -452,6 +452,7 @@ class EagleHead(_Head):
         """Take the weights of a head that was trained before; after `start_from`, whose `scale` its `fc` must undo."""
         self.load_state_dict(before.state_dict())
         self.fc.weight.div_(self.scale)
+        self.facts["before"] = before.facts["made"]
 
     @torch.no_grad()
     def fold(self) -> None:
@@ -548,15 +549,8 @@ def train_heads(
     """
     if not kinds or set(kinds) - {"medusa", "eagle3"}:
         raise OptionError(f"heads to train are {list(kinds)}", "'medusa', 'eagle3' or both")
-    before: Any = None
-    if go_on_from is not None:
-        kind = read_card(go_on_from)["kind"]
-        if list(kinds) != ["eagle3"] or kind != "eagle3":
-            raise OptionError(
-                f"training of {', '.join(kinds)} should go on from {Path(go_on_from).name!r}, which holds {kind}",
-                "an EAGLE-3 head, and eagle3 as the only kind",
-            )
-        before = load_heads(go_on_from, target, device)
+    before = None if go_on_from is None else _earlier_head(kinds, go_on_from, target, device)
+    if before is not None:
         intermediate_size = before.midlayer.intermediate_size
     torch.manual_seed(settings.seed)
     shortlist = corpus_shortlist(target, corpus, settings)
@@ -570,9 +564,8 @@ def train_heads(
     if "eagle3" in kinds:
         eagle = EagleHead(see, shortlist, depth=depth, intermediate_size=intermediate_size, reach_power=reach_power)
         eagle.start_from(settings.init_layers[0] if settings.init_layers else total - 1, _sample(corpus))
-        if go_on_from is not None:
+        if before is not None:
             eagle.go_on_from(before)
-            eagle.facts["before"] = made(read_card(go_on_from))
         students.append(eagle)
     if "medusa" in kinds:
         students.append(MedusaHeads(see, shortlist, heads=heads, blocks=blocks, reach_power=reach_power))
@@ -621,7 +614,20 @@ def load_heads(folder: str | Path, target: Checkpoint, device: str = "cpu") -> M
     read_weights(student, stored)
     card = read_card(folder)
     student.tree = [tuple(path) for path in card["tree"]]
+    student.facts["made"] = made(card)
     return student
+
+
+def _earlier_head(kinds: Sequence[str], folder: str | Path, target: Checkpoint, device: str) -> EagleHead:
+    kind = read_card(folder)["kind"]
+    if list(kinds) == [kind] == ["eagle3"]:
+        head = load_heads(folder, target, device)
+        assert isinstance(head, EagleHead)
+        return head
+    raise OptionError(
+        f"training of {', '.join(kinds)} should go on from {Path(folder).name!r}, which holds {kind}",
+        "an EAGLE-3 head, and eagle3 as the only kind",
+    )
 
 
 __all__ = [

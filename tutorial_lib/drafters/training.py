@@ -218,9 +218,9 @@ def train_draft_model(
         before = load_draft(go_on_from, target, device)
         layers = tuple(range(len(before.layers)))
     draft = new_draft_model(target, shortlist, layers, device)
-    if before is not None and go_on_from is not None:
+    if before is not None:
         draft.load_state_dict(before.state_dict())
-        draft.facts["before"] = made(read_card(go_on_from))
+        draft.facts["before"] = before.facts["made"]
     if device.startswith("cuda"):
         for layer in draft.layers:
             layer.compile(dynamic=True)
@@ -269,6 +269,7 @@ def load_draft(folder: str | Path, target: Checkpoint, device: str = "cpu") -> D
     layers = list(range(config["num_hidden_layers"]))
     draft = new_draft_model(target, stored["draft_vocab"].long(), layers, device)
     read_weights(draft, stored)
+    draft.facts["made"] = made(read_card(folder))
     return draft
 
 
