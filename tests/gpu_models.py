@@ -140,3 +140,26 @@ class TableModel:
 
     def step(self, tokens, table, lengths, slots, rows: int, tree=None, taps=None) -> torch.Tensor:
         return self.table[tokens.long()]
+
+
+def assert_rows_keep_each_others_bits(model: GpuModel, slots: int) -> tuple[Pages, list[int], torch.Tensor]:
+    """Logits bit for bit, for blocks of 2, 5, 11 and 16 rows behind 300 tokens, and for `slots` sequences of 4 rows at
+    once. Returns the pages, the text, and the logits of its last 16 tokens, one at a time."""
+    pages, text, device = Pages(model, sequences=slots), random_ids(316, model.config.vocab_size), model.device
+    for slot in range(slots):
+        model.prefill(text[:300], pages.table, slot)
+    single = torch.cat([pages.logits([token], 300 + i).clone() for i, token in enumerate(text[300:])])
+    assert torch.isfinite(single).all() and len(set(single.argmax(-1).tolist())) > 8
+    for rows in (2, 5, 11, 16):
+        block = pages.logits(text[300 : 300 + rows], 300)
+        assert torch.equal(block, single[:rows]), (rows, relative(block, single[:rows]))
+    together = model.step(
+        torch.tensor(text[300:304] * slots, device=device),
+        pages.table,
+        torch.full((slots,), 300, dtype=torch.int32, device=device),
+        torch.arange(slots, dtype=torch.int32, device=device),
+        4,
+    ).view(slots, 4, -1)
+    for block in together:
+        assert torch.equal(block, single[:4]), relative(block, single[:4])
+    return pages, text, single

@@ -15,7 +15,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from gpu_models import PLAIN, Pages, engine, gpu_model, packed_dummy, random_ids, relative
+from gpu_models import (
+    PLAIN,
+    Pages,
+    assert_rows_keep_each_others_bits,
+    engine,
+    gpu_model,
+    packed_dummy,
+    random_ids,
+    relative,
+)
 from stand_ins import Pieces
 
 from tutorial_lib.config import (
@@ -103,23 +112,8 @@ PROMPTS = [random_ids(300, 49_000), [7], random_ids(65, 49_000, seed=1)]
 
 @pytest.mark.parametrize("name", list(SHAPES))
 def test_verification_gives_the_very_logits_of_plain_decoding(name, form):
-    """Bit for bit, for blocks of 2, 5, 11 and 16 rows behind 300 tokens, and for 4 sequences of 4 rows at once."""
     model = true_shape(name, form)
-    pages, text = Pages(model, sequences=SLOTS), random_ids(316, model.config.vocab_size)
-    for slot in range(SLOTS):
-        model.prefill(text[:300], pages.table, slot)
-    single = torch.cat([pages.logits([token], 300 + i).clone() for i, token in enumerate(text[300:])])
-    assert torch.isfinite(single).all() and len(set(single.argmax(-1).tolist())) > 8
-    for rows in (2, 5, 11, 16):
-        block = pages.logits(text[300 : 300 + rows], 300)
-        assert torch.equal(block, single[:rows]), (rows, relative(block, single[:rows]))
-    together = model.step(
-        torch.tensor(text[300:304] * SLOTS, device="cuda"), pages.table,
-        torch.full((SLOTS,), 300, dtype=torch.int32, device="cuda"),
-        torch.arange(SLOTS, dtype=torch.int32, device="cuda"), 4,
-    ).view(SLOTS, 4, -1)  # fmt: skip
-    for block in together:
-        assert torch.equal(block, single[:4]), relative(block, single[:4])
+    pages, text, single = assert_rows_keep_each_others_bits(model, SLOTS)
     for _ in range(50):  # dependent launches overlap: what is read too early would differ from time to time
         assert torch.equal(pages.logits(text[300:311], 300), single[:11])
     assert not model.scratch.counter.any()

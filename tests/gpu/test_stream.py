@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_models import Pages, engine, random_ids, relative
+from gpu_models import Pages, assert_rows_keep_each_others_bits, engine, random_ids, relative
 from test_engine_gpu import MAX_SEQ_LEN, SHAPES, SLOTS, TEXT, ids, same_text, true_shape
 
 from tutorial_lib import LLM
@@ -130,21 +130,7 @@ def test_auto_says_what_it_took_and_why():
 @pytest.mark.parametrize("name", list(SHAPES))
 def test_one_row_and_sixteen_have_the_same_bits(streamed, name, form):
     model = streamed(name, form)
-    pages, text = Pages(model, sequences=SLOTS), random_ids(316, model.config.vocab_size)
-    for slot in range(SLOTS):
-        model.prefill(text[:300], pages.table, slot)
-    single = torch.cat([pages.logits([token], 300 + i).clone() for i, token in enumerate(text[300:])])
-    assert torch.isfinite(single).all() and len(set(single.argmax(-1).tolist())) > 8
-    for rows in (2, 5, 11, 16):
-        block = pages.logits(text[300 : 300 + rows], 300)
-        assert torch.equal(block, single[:rows]), (rows, relative(block, single[:rows]))
-    together = model.step(
-        torch.tensor(text[300:304] * SLOTS, dtype=torch.int32, device="cuda"), pages.table,
-        torch.full((SLOTS,), 300, dtype=torch.int32, device="cuda"),
-        torch.arange(SLOTS, dtype=torch.int32, device="cuda"), 4,
-    ).view(SLOTS, 4, -1)  # fmt: skip
-    for block in together:
-        assert torch.equal(block, single[:4]), relative(block, single[:4])
+    assert_rows_keep_each_others_bits(model, SLOTS)
     model.check(model.trouble.tolist())
 
 
