@@ -169,7 +169,9 @@ def test_every_parameter_of_the_kernel_has_a_value(cache):
     logits = torch.zeros(3, built.head_rows)
     built.step(ints[:3], ints[None], ints[:1], ints[:1], 3, choices=ints[:3], damage=ints[:1], logits=logits, tree=tree)
     unset = {name for name, *_ in type(kernel.params)._fields_ if not getattr(kernel.params, name)}
-    absent = {"ids", "clock", "window", "qkv_bias", "head_scale"} | ({"kv_scale"} if cache == "bf16" else set())
+    absent = {"ids", "is_chain", "clock", "window", "qkv_bias", "head_scale"} | (
+        {"kv_scale"} if cache == "bf16" else set()
+    )
     assert unset == absent
     assert (kernel.params.layers, kernel.params.pages) == (len(model.layers), model.pages)
     assert kernel.params.eps == pytest.approx(model.config.rms_norm_eps)

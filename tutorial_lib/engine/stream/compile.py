@@ -32,6 +32,9 @@ from ...errors import BackendUnavailable
 from ...models import cache_dir
 
 ARCH = "sm_90a"  # wgmma exists on Hopper only, and only under this name
+# Which products and sums a compiler would fuse into one rounding differs from kernel to kernel, and a row's result must
+# not depend on the kernel that its launch happens to take: none are.
+NO_FUSING = "--fmad=false"
 Defines = Mapping[str, int | str]
 Say = Callable[[str], None]
 
@@ -76,7 +79,13 @@ class Nvrtc:
         lib, program = self._lib, ctypes.c_void_p()
         self._check(lib.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"step.cu", 0, None, None))
         try:
-            options = [f"--gpu-architecture={arch}", "--std=c++17", "--ptxas-options=-v", *_as_options(defines)]
+            options = [
+                f"--gpu-architecture={arch}",
+                "--std=c++17",
+                NO_FUSING,
+                "--ptxas-options=-v",
+                *_as_options(defines),
+            ]
             array = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
             is_refused = lib.nvrtcCompileProgram(program, len(options), array) != 0
             log = self._read(program, lib.nvrtcGetProgramLogSize, lib.nvrtcGetProgramLog).rstrip(b"\0").decode()
@@ -109,7 +118,7 @@ class Nvcc:
         with TemporaryDirectory() as folder:
             file, made = Path(folder, "step.cu"), Path(folder, "step.cubin")
             file.write_text(source, "utf-8")
-            options = ["-cubin", f"-arch={arch}", "-std=c++17", "-Xptxas", "-v", *_as_options(defines)]
+            options = ["-cubin", f"-arch={arch}", "-std=c++17", NO_FUSING, "-Xptxas", "-v", *_as_options(defines)]
             command = [self._program, *options, "-o", str(made), str(file)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             log = (done.stdout + done.stderr).replace(f"{folder}/", "")

@@ -26,6 +26,7 @@ FIELDS: tuple[tuple[str, type, str], ...] = (
     ("sequences", _INT, ""),
     ("rows", _INT, "of each sequence, in the first step"),
     ("steps", _INT, "each takes the tokens that the one before chose"),
+    ("is_chain", _INT, "choices are of a chain"),
     ("damage_rows", _INT, "rows that share an entry of damage"),
     ("vocab_limit", _INT, "rows of the head from here on are never chosen"),
     # of the model

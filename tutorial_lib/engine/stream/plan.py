@@ -1,9 +1,9 @@
 """How one model's matrices are divided among the blocks (CTAs) of the whole-step kernel, one block on each processor.
 
 A block owns whole rows of every matrix, so no sum crosses blocks. Rows go out in groups: of 64 where each block gets
-the same number of those, else of 16. A tile is one shared-memory slot of 64 x at most 256 bytes: a group of 64 fills
-it with 64 rows; a group of 16 makes it "diagonal", four neighbouring pieces of K of the same 16 rows. Tiles are as
-narrow as it takes to need no padding, if some width does. This knows shapes only: no weights, no GPU.
+(nearly) the same number of those, else of 16. A tile is one shared-memory slot of 64 x at most 256 bytes: a group of
+64 fills it with 64 rows; a group of 16 makes it "diagonal", four neighbouring pieces of K of the same 16 rows. Tiles
+are as narrow as it takes to need no padding, if some width does. This knows shapes only: no weights, no GPU.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ TILE_ROWS = 64
 TILE_BYTES = 256  # of K in one row of a tile, at most
 STEP_BYTES = 32  # of K that one tensor-core instruction takes: 32 FP8 or 16 bf16 values
 GROUP_ROWS = 16
+EVEN_ENOUGH = 1.03  # the largest share of whole 64s to the mean: groups of 16 cost more than what that leaves idle
 BUSY_ENOUGH = 7 / 8  # of the processors: predicted to draw the memory's full rate, not measured below 128 of 132
 
 
@@ -118,7 +119,8 @@ def _blocks(shapes: list[tuple[int, int]], processors: int) -> int:
 
 
 def _matrix(name: str, rows: int, k_bytes: int, blocks: int) -> Matrix:
-    group = TILE_ROWS if rows % (TILE_ROWS * blocks) == 0 else GROUP_ROWS
+    share = -(-rows // (TILE_ROWS * blocks)) * TILE_ROWS * blocks  # of the largest of the blocks, times all
+    group = TILE_ROWS if share <= EVEN_ENOUGH * rows else GROUP_ROWS
     pieces = TILE_ROWS // group
     widths = range(STEP_BYTES, TILE_BYTES + 1, STEP_BYTES)
     width = min(widths, key=lambda w: (-(-k_bytes // (pieces * w)) * w, -w))  # least padding, then fewest tiles

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,11 +19,13 @@ import torch
 
 from ...errors import OptionError
 from ..gpu_model import GpuModel
+from .budget import MOST_STEPS, ROW_BUCKETS, SHARED_BYTES, THREADS, Formats, Memory, bucket, defines, memory
 from .choice import STREAM_ROWS
-from .launch import GO_ON, LaunchShape
+from .compile import cubin_for, cubins_for
+from .launch import GO_ON, Driver, Kernel, LaunchShape
 from .model import WholeSteps
-from .params import Params
-from .plan import Plan, plan
+from .params import Params, declaration
+from .plan import Plan, Unfit, plan
 from .weights import PackedWeights, pack_weights
 
 TROUBLE_WORDS = 4  # error, phase, block, barrier
@@ -85,7 +89,7 @@ class LaunchedSteps:
         if mask is not None and mask.shape[1] != rows:
             raise OptionError(f"a tree's mask has {mask.shape[1]} columns", f"{rows}, its rows", GO_ON)
         self._launch(
-            count, sequences=lengths.shape[0], rows=rows, steps=1, tokens=tokens, table=table,
+            count, sequences=lengths.shape[0], rows=rows, steps=1, is_chain=0, tokens=tokens, table=table,
             table_stride=table.stride(0), lengths=lengths, slots=slots, mask=mask, depths=depths, choices=choices,
             damage=damage, damage_rows=count // damage.shape[0], logits=logits, ids=None, vocab_limit=self.head_rows,
         )  # fmt: skip
@@ -102,12 +106,14 @@ class LaunchedSteps:
         vocab_size: int,
     ) -> None:
         batch, k = out.shape
+        if k > MOST_STEPS:
+            raise OptionError(f"a draft has {k} tokens", f"at most {MOST_STEPS} by the whole-step kernel", GO_ON)
         drafts = self._drafts[: k * batch].view(k, batch)
         limit = self.head_rows if ids is not None else min(vocab_size, self.head_rows)
         self._launch(
-            2 * batch, sequences=batch, rows=2, steps=k, tokens=pair, table=table, table_stride=table.stride(0),
-            lengths=lengths, slots=slots, mask=None, depths=None, choices=drafts, damage=self._no_damage,
-            damage_rows=2 * batch, logits=None, ids=ids, vocab_limit=limit,
+            2 * batch, sequences=batch, rows=2, steps=k, is_chain=1, tokens=pair, table=table,
+            table_stride=table.stride(0), lengths=lengths, slots=slots, mask=None, depths=None, choices=drafts,
+            damage=self._no_damage, damage_rows=2 * batch, logits=None, ids=ids, vocab_limit=limit,
         )  # fmt: skip
         out.copy_(drafts.t())
 
@@ -183,16 +189,44 @@ def trouble_words(trouble: Sequence[int]) -> str:
     return f"in phase {phase}, block {block} waited in vain at barrier {barrier} (error {code})"
 
 
-def plan_for(model: GpuModel) -> Any:
-    """How the kernel is to divide the model among the GPU's processors. Raises `WorkbookError` where it cannot."""
-    layer, head = model.layers[0], model.head.data
+@dataclass(frozen=True)
+class Fit:
+    """How the kernel serves a model. macros: by row bucket."""
+
+    plan: Plan
+    memory: Memory
+    macros: dict[int, dict[str, int | str]]
+
+
+def plan_for(model: GpuModel, blocks: int | None = None) -> Fit:
+    """How the kernel is to divide the model among the GPU's processors, or among `blocks`. Raises `WorkbookError` where
+    it cannot."""
+    layer, head, config = model.layers[0], model.head.data, model.config
     if layer.is_fp8 and layer.qkv_in is None:
         raise OptionError("the activations find their FP8 scales row by row", "calibrated scales", GO_ON)
-    plan(
-        model.config, processor_count(model.device), weight_bytes=layer.qkv.data.element_size(),
+    each = config.head_dim // 8
+    if layer.q_norm is not None and (each & (each - 1) or each > 32):
+        needed = "a power of two up to 256 where queries and keys have norms"
+        raise Unfit(f"the model has heads of {config.head_dim}", needed, GO_ON)
+    made = plan(
+        config, blocks or processor_count(model.device), weight_bytes=layer.qkv.data.element_size(),
         head_bytes=head.element_size(), head_rows=head.shape[0],
     )  # fmt: skip
-    raise OptionError("this version has no whole-step kernel", "one", GO_ON)
+    formats = Formats(
+        weights=layer.is_fp8,
+        head=model.head.scale is not None,
+        cache=model.cache.element_size() == 1,
+        qk_norm=layer.q_norm is not None,
+    )
+    room = memory(made, config, model.max_positions)
+    macros = {rows: defines(made, config, formats, bucket(made, config, formats, rows), room) for rows in ROW_BUCKETS}
+    return Fit(made, room, macros)
+
+
+def kernel_source() -> str:
+    """The whole text that is compiled: machine, parameters, kernel."""
+    machine, step = (Path(__file__).with_name(name).read_text("utf-8") for name in ("machine.cuh", "step.cu"))
+    return "\n".join([machine, declaration(), step])
 
 
 def open_steps(
@@ -200,4 +234,19 @@ def open_steps(
 ) -> WholeSteps:
     """Plan, compile, pack and load. folder: where cubins may lie, store: where to put them. in_place: the weights'
     natural order is not needed any more. Raises `WorkbookError` where the kernel does not fit model or GPU."""
-    return plan_for(model)
+    fit, source = plan_for(model), kernel_source()
+    cubins = cubins_for(source, fit.macros, folder=folder, store=store, say=say)
+    driver, processors = Driver(), processor_count(model.device)
+    shape = LaunchShape(fit.plan.blocks, THREADS, SHARED_BYTES)
+
+    def again(rows: int) -> bytes:
+        return cubin_for(source, fit.macros[rows], folder=folder, is_fresh=True, say=say).code
+
+    kernels = {
+        rows: Kernel.open(driver, cubin.code, partial(again, rows), "step", shape, processors)
+        for rows, cubin in cubins.items()
+    }
+    return assemble_steps(
+        model, fit.plan, kernels, counters=fit.memory.counters, scratch_bytes=fit.memory.scratch_bytes,
+        in_place=in_place, report={"kernels": [cubin.report for cubin in cubins.values()], "blocks": fit.plan.blocks},
+    )  # fmt: skip

@@ -1,0 +1,1198 @@
+// A whole decode step in one launch: every layer, the head and the choice of a token; for a drafter all of its steps.
+//
+// Decoding at batch 1 is reading: each weight is used for a handful of rows and never again. So one block sits on each
+// processor for the whole step, and its producer warp does nothing but bring that block's share of all weights, in the
+// order in which they are needed, into a ring in shared memory. It stops for a full ring only, never for a phase: while
+// the other warps wait for each other the memory goes on delivering.
+//
+//   warps 0-15   consumers   norms, products on tensor cores (4 warpgroups, every fourth tile each), attention
+//   warp  16     producer    weights -> ring
+//   warp  17     loader      activations of o, down (and what is `streamed`) -> beside their tile in the ring
+//   warps 18-19  epilogues   partial sums -> queries, keys, values; residual; SiLU(gate) * up; logits and the best token
+//
+// A token's way through a layer, `|` being a barrier of all blocks, since everyone needs what everyone made:
+//
+//   h -> norm, qkv | attention, page by page -> merge | o, h += | norm, gate_up, SiLU | down, h += |
+//
+// A block owns whole rows of every matrix (`plan.py`), so no sum crosses blocks, and every sum has one order, whether the
+// launch has 1 row or 16: a row's result does not depend on the rows beside it, bit for bit. That is what makes
+// speculative text equal to plain text. The norm is exact: each block computes it for itself from h and the sums of
+// squares that the owners of h leave, which costs less than a barrier.
+//
+// A wait that lasts too long writes to `trouble` where it was. From then on nobody waits for anything: all blocks run
+// to their end over whatever there is, within milliseconds, and later launches return at once.
+
+// ------------------------------------------------------------------------------------------------- the model's shapes
+
+enum Matrix { QKV, O, GATE_UP, DOWN, HEAD };
+struct Shape {  // as `plan.Matrix`; streamed: its activations come with its tiles, not from shared memory
+  int rows, k_bytes, group, groups, width, tiles, streamed;
+  CONSTEXPR int pieces() const { return 64 / group; }
+  CONSTEXPR int activation_bytes() const { return pieces() * width * COLUMNS; }  // that one tile meets
+};
+struct Shapes {
+  Shape of[5];
+};
+#define SHAPE(M)                                                                                               \
+  {SHAPE_##M##_ROWS, SHAPE_##M##_K_BYTES, SHAPE_##M##_GROUP, SHAPE_##M##_GROUPS, SHAPE_##M##_WIDTH, SHAPE_##M##_TILES, \
+   SHAPE_##M##_STREAMED}
+constexpr Shapes ALL = {{SHAPE(QKV), SHAPE(O), SHAPE(GATE_UP), SHAPE(DOWN), SHAPE(HEAD)}};
+CONSTANT Shapes all_shapes = {{SHAPE(QKV), SHAPE(O), SHAPE(GATE_UP), SHAPE(DOWN), SHAPE(HEAD)}};
+
+constexpr bool HAS_FP8 = IS_FP8, HAS_FP8_HEAD = IS_FP8_HEAD, HAS_FP8_CACHE = IS_FP8_CACHE;
+constexpr int EACH = HAS_FP8 ? 1 : 2;           // bytes of an activation between the products of a layer
+constexpr int QUERIES = HEADS / KV_HEADS;       // heads that share keys and values
+constexpr int QKV_ROWS = (HEADS + 2 * KV_HEADS) * HEAD_DIM;
+constexpr int HALF = HEAD_DIM / 2;              // the other element of a rotary pair is this far off
+constexpr int COLUMN_TILES = (ROWS + 7) / 8;    // of 8 rows of the step
+constexpr int CONSUMERS = 512;
+
+CONSTEXPR int least(int a, int b) { return a < b ? a : b; }
+CONSTEXPR int most(int a, int b) { return a > b ? a : b; }
+CONSTEXPR int up_to(int a, int b) { return (a + b - 1) / b * b; }
+
+// ------------------------------------------------------------------------------------------------------ shared memory
+
+constexpr int SLAB_BYTES = 16 * ROWS * 80;  // partial sums of 16 warps: [warp][row][16 of the matrix's rows, padded to 20]
+constexpr int RESIDUAL_BLOCKS = (ALL.of[O].groups + BLOCKS - 1) / BLOCKS * (ALL.of[O].group / 16);
+
+struct Shared {
+  u64 full[STAGES], empty[STAGES], slab_full[2], slab_free[2];
+  float inverse[16];  // of each row: 1 / root mean square
+  float scale[16];    // of each row of an FP8 head's input
+  u32 peak[16];
+  int token[16], depth[16];  // of each row: what it is, and how far behind the step's first position
+  u32 seen[16];              // the rows of its own sequence that it sees, a bit each
+  float squares[RESIDUAL_BLOCKS][16];
+  float residual[RESIDUAL_BLOCKS * COLUMN_TILES * 32][4];
+  int is_lost;
+};
+constexpr int AREA = STAGES * SLOT_BYTES, SLAB = AREA + AREA_BYTES, REST = up_to(SLAB + SLABS * SLAB_BYTES, 128);
+static_assert(REST + sizeof(Shared) <= SHARED_BYTES, "shared memory");
+
+DEVICE Shared& shared() { return *(Shared*)(shared_base() + REST); }
+
+// Where an activation lies: beside the tile that needs it, as tensor cores read it: [tile][16-byte column][piece, row].
+CONSTEXPR int activation_at(const Shape& m, int k_byte, int row) {
+  const int span = m.pieces() * m.width, tile = k_byte / span, inside = k_byte % span, byte = inside % m.width;
+  const int line = inside / m.width * COLUMNS + row;
+  return tile * m.activation_bytes() + (byte / 16 * m.pieces() * COLUMNS + line) * 16 + byte % 16;
+}
+
+// --------------------------------------------------------------------------------------------------- one thread's view
+
+struct Self {
+  const Params& p;
+  int tid, warp, lane, g, t, block;  // lane = 4 g + t, as tensor cores deal out their results
+  bool lost;
+  int phase;                  // for the error that names it
+  u32 barrier;                // barriers of all blocks that lie behind
+  u32 tile, slot, parity;     // of the ring
+  u32 unit;                   // slabs handed over
+};
+
+struct Turn {  // one step of a launch
+  int step, rows, count;  // rows of each sequence, and of all
+};
+
+DEVICE Turn turn_of(const Params& p, int step) {
+  const int rows = step ? 1 : p.rows;
+  return {step, rows, rows * p.sequences};
+}
+DEVICE int start_of(const Params& p, const Turn& turn, int sequence) {  // the position of its first row
+  return ((const int*)p.lengths)[sequence] + (turn.step ? p.rows - 1 + turn.step : 0);
+}
+DEVICE int pages_of(const Params& p, const Turn& turn, int sequence) {
+  return least((start_of(p, turn, sequence) + turn.rows + PAGE - 1) / PAGE, MAX_PAGES);
+}
+DEVICE int share_of(const Shape& m, int block) {
+  return block < m.groups ? (m.groups - block + BLOCKS - 1) / BLOCKS : 0;
+}
+
+enum Wait { FOR_BLOCKS = 1, FOR_A_TILE, FOR_ROOM_IN_THE_RING, FOR_SUMS, FOR_ROOM_FOR_SUMS, FOR_ATTENTION };
+
+template <class Test>
+DEVICE void wait(Self& me, Wait what, u32 which, Test test) {
+  if (me.lost) return;
+  int* trouble = (int*)me.p.trouble;
+  const int how = await(test, trouble);
+  if (how == 0) return;
+  me.lost = true;
+  if (how == 2 && swap_if(trouble, 0, what) == 0) {
+    trouble[1] = me.phase;
+    trouble[2] = me.block;
+    trouble[3] = which;
+  }
+}
+DEVICE void wait_for_blocks(Self& me) {
+  const u32* counter = (const u32*)me.p.counters;
+  const u32 all = BLOCKS * me.barrier;
+  wait(me, FOR_BLOCKS, me.barrier, [=] { return read_acquire(counter) >= all; });
+}
+DEVICE void arrive_for_all(Self& me) { add_release((u32*)me.p.counters); }
+DEVICE void sync_consumers() { sync_some<1, CONSUMERS>(); }
+DEVICE void consumers_wait_for_blocks(Self& me) {
+  if (me.tid == 0) wait_for_blocks(me);
+  sync_consumers();
+}
+
+DEVICE void next_slot(Self& me) {
+  me.tile++;
+  if (++me.slot == STAGES) {
+    me.slot = 0;
+    me.parity ^= 1;
+  }
+}
+DEVICE u32 slot_address(u32 slot) { return shared_address(shared_base()) + slot * SLOT_BYTES; }
+
+template <class T>
+DEVICE T* scratch(const Params& p, int at) {
+  return (T*)(p.scratch + at);
+}
+
+// ------------------------------------------------------------------------------------------------- what was chosen
+
+// One word that is larger for a larger logit, and among equal ones for the smaller row of the head. No number counts as
+// infinite, which is found out at the end.
+DEVICE u64 choice_of(float logit, int row) {
+  const float v = logit != logit ? float_of(0x7f800000u) : logit + 0.0f;
+  const u32 bits = bits_of(v), key = bits >> 31 ? ~bits : bits | 0x80000000u;
+  return (u64)key << 32 | (0xffffffffu - (u32)row);
+}
+DEVICE u64* choices_at(const Params& p, int step) { return (u64*)((u32*)p.counters + CHOICES_AT) + step * 16; }
+DEVICE int token_of_choice(const Params& p, u64 choice) {
+  const u32 row = 0xffffffffu - (u32)choice;
+  const int known = least((int)(row & 0x7fffffffu), ALL.of[HEAD].rows - 1);
+  return p.ids ? (int)((const long long*)p.ids)[known] : known;
+}
+DEVICE bool is_no_number(u64 choice) {  // the best is infinite, or there was none
+  const u32 key = (u32)(choice >> 32);
+  return key >= 0xff800000u || key <= 0x007fffffu;
+}
+DEVICE int token_of(const Params& p, const Turn& turn, int row) {
+  if (turn.step == 0) return ((const int*)p.tokens)[row];
+  const int rows = turn.step == 1 ? p.rows : 1;  // of the step before, whose last row of each sequence counts
+  return token_of_choice(p, far_u64(choices_at(p, turn.step - 1) + row * rows + rows - 1));
+}
+
+// What the consumers have to know of the rows of a step.
+DEVICE void begin_turn(Self& me, const Turn& turn) {
+  Shared& s = shared();
+  consumers_wait_for_blocks(me);  // for the tokens that the step before chose
+  if (me.tid < turn.count) {
+    const int row = me.tid, inside = row % turn.rows;
+    u32 seen = (2u << inside) - 1;
+    if (me.p.mask) {
+      seen = 0;
+      for (int i = 0; i < turn.rows; i++)
+        if (((const signed char*)me.p.mask)[row * turn.rows + i]) seen |= 1u << i;
+    }
+    s.token[row] = token_of(me.p, turn, row);
+    s.depth[row] = me.p.depths ? ((const int*)me.p.depths)[row] : inside;
+    s.seen[row] = seen;
+  }
+  sync_consumers();
+}
+
+// --------------------------------------------------------------------------------------- 1. the norm, by every block
+
+DEVICE const u16* source_of(const Params& p, bool is_first, int row) {
+  if (is_first) return (const u16*)p.embedding + (long long)shared().token[row] * HIDDEN;
+  return scratch<const u16>(p, AT_H) + row * HIDDEN;
+}
+
+// rows x 1 / root mean square, from what the owners of h left, or from the embeddings themselves.
+DEVICE void find_inverses(Self& me, const Turn& turn, bool is_first) {
+  Shared& s = shared();
+  constexpr int OWNERS = least(BLOCKS, ALL.of[O].groups);
+  for (int row = me.warp; row < turn.count; row += 16) {
+    float sum = 0;
+    if (is_first) {
+      const u16* h = source_of(me.p, true, row);
+      for (int i = me.lane * 8; i < HIDDEN; i += 256) {
+        const uint4 w = far_words(h + i);
+        const u32 words[4] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          const float low = float_of(words[j] << 16), high = float_of(words[j] & 0xffff0000u);
+          sum += low * low + high * high;
+        }
+      }
+    } else {
+      const float* sums = scratch<const float>(me.p, AT_SQUARES) + row * BLOCKS;
+      for (int i = me.lane; i < OWNERS; i += 32) sum += far_float(sums + i);
+    }
+#pragma unroll
+    for (int lanes = 16; lanes; lanes >>= 1) sum += shuffle(sum, lanes);
+    if (me.lane == 0) {
+      s.inverse[row] = inverse_root(sum * (1.0f / HIDDEN) + me.p.eps);
+      s.peak[row] = 0;
+    }
+  }
+  sync_consumers();
+}
+
+// 8 bf16 x inverse x weight.
+DEVICE void normed(float* out, const uint4& h, const uint4& weight, float inverse) {
+  const u32 a[4] = {h.x, h.y, h.z, h.w}, w[4] = {weight.x, weight.y, weight.z, weight.w};
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    out[2 * j] = float_of(a[j] << 16) * inverse * float_of(w[j] << 16);
+    out[2 * j + 1] = float_of(a[j] & 0xffff0000u) * inverse * float_of(w[j] & 0xffff0000u);
+  }
+}
+DEVICE u32 four_fp8(const float* v, float factor) {
+  return (u32)two_fp8(v[0] * factor, v[1] * factor) | (u32)two_fp8(v[2] * factor, v[3] * factor) << 16;
+}
+
+// 16 bytes of product M's input: 16 FP8 or 8 bf16 values.
+template <int M>
+struct Input {
+  static constexpr Shape m = ALL.of[M];
+  static constexpr bool IS_FP8_INPUT = M == HEAD ? HAS_FP8_HEAD : HAS_FP8;
+  static constexpr int WORDS = IS_FP8_INPUT ? 2 : 1;  // uint4 of 8 bf16 values of h that it takes
+  static constexpr int UNITS = m.tiles * m.pieces() * m.width / 16, REAL = m.k_bytes / 16;  // beyond are zeros
+};
+template <int M>
+DEVICE uint4 packed(const float* v, float factor) {
+  if constexpr (Input<M>::IS_FP8_INPUT)
+    return {four_fp8(v, factor), four_fp8(v + 4, factor), four_fp8(v + 8, factor), four_fp8(v + 12, factor)};
+  else
+    return {two_bf16(v[0], v[1]), two_bf16(v[2], v[3]), two_bf16(v[4], v[5]), two_bf16(v[6], v[7])};
+}
+
+// All rows into shared memory. IS_SEARCH: only each row's largest value, from which an FP8 head takes its scale.
+template <int M, bool IS_SEARCH>
+DEVICE void norm_into_area(Self& me, const Turn& turn, bool is_first, const u16* weight, float factor) {
+  typedef Input<M> In;
+  constexpr Shape m = In::m;
+  constexpr int BATCH = 4;                                                           // loads in flight
+  constexpr int ABREAST = In::UNITS >= CONSUMERS ? 1 : CONSUMERS / In::UNITS;        // rows that the threads take at once
+  Shared& s = shared();
+  const int first = ABREAST > 1 ? me.tid / In::UNITS : 0;
+  if (first >= ABREAST) return;
+  for (int unit = ABREAST > 1 ? me.tid % In::UNITS : me.tid; unit < In::UNITS; unit += CONSUMERS) {
+    uint4 w[In::WORDS] = {};
+#pragma unroll
+    for (int i = 0; i < In::WORDS; i++)
+      if (unit < In::REAL) w[i] = *((const uint4*)weight + unit * In::WORDS + i);
+#pragma unroll 1
+    for (int start = first; start < turn.count; start += ABREAST * BATCH) {
+      uint4 h[BATCH][In::WORDS] = {};
+#pragma unroll
+      for (int b = 0; b < BATCH; b++) {
+        const int row = start + b * ABREAST;
+        if (row >= turn.count || unit >= In::REAL) continue;
+#pragma unroll
+        for (int i = 0; i < In::WORDS; i++)
+          h[b][i] = far_words((const uint4*)source_of(me.p, is_first, row) + unit * In::WORDS + i);
+      }
+#pragma unroll
+      for (int b = 0; b < BATCH; b++) {
+        const int row = start + b * ABREAST;
+        if (row >= turn.count) continue;
+        float v[8 * In::WORDS];
+#pragma unroll
+        for (int i = 0; i < In::WORDS; i++) normed(v + 8 * i, h[b][i], w[i], s.inverse[row]);
+        if constexpr (IS_SEARCH) {
+          float peak = 0;
+#pragma unroll
+          for (int i = 0; i < 8 * In::WORDS; i++) peak = fmaxf(peak, fabsf(v[i]));
+          raise_shared(&s.peak[row], bits_of(peak));
+        } else {
+          const float f = M == HEAD && HAS_FP8_HEAD ? 1.0f / s.scale[row] : factor;
+          *(uint4*)(shared_base() + AREA + activation_at(m, unit * 16, row)) = packed<M>(v, f);
+        }
+      }
+    }
+  }
+}
+
+// A part of all rows into global memory.
+template <int M>
+DEVICE void norm_published(Self& me, const Turn& turn, bool is_first, const u16* weight, float factor) {
+  typedef Input<M> In;
+  constexpr Shape m = In::m;
+#pragma unroll 1
+  for (int i = me.block + BLOCKS * me.tid; i < In::UNITS * turn.count; i += BLOCKS * CONSUMERS) {
+    const int row = i / In::UNITS, unit = i % In::UNITS;
+    float v[8 * In::WORDS] = {};
+    if (unit < In::REAL) {
+#pragma unroll
+      for (int j = 0; j < In::WORDS; j++) {
+        const int at = unit * In::WORDS + j;
+        normed(v + 8 * j, far_words((const uint4*)source_of(me.p, is_first, row) + at), *((const uint4*)weight + at),
+               shared().inverse[row]);
+      }
+    }
+    *(uint4*)(scratch<u8>(me.p, AT_NORMED) + activation_at(m, unit * 16, row)) = packed<M>(v, factor);
+  }
+}
+
+// The input of product M: into shared memory, or, where that has no room for it, each block a part of it into global
+// memory, from where the loader brings it along with the tiles: then one more barrier lies behind.
+template <int M>
+DEVICE void normalize(Self& me, const Turn& turn, int layer) {
+  constexpr Shape m = ALL.of[M];
+  static_assert(!(m.streamed && M == HEAD && HAS_FP8_HEAD), "a row's scale needs the whole row");
+  const bool is_first = M == QKV && layer == 0;
+  consumers_wait_for_blocks(me);
+  if (!m.streamed && share_of(m, me.block) == 0) return;
+  find_inverses(me, turn, is_first);
+  const int norm = M == HEAD ? 2 * me.p.layers : 2 * layer + (M == GATE_UP);
+  const u16* weight = (const u16*)me.p.norms + (long long)norm * HIDDEN;
+  float factor = 1;
+  if constexpr (M == HEAD && HAS_FP8_HEAD) {
+    norm_into_area<M, true>(me, turn, is_first, weight, 1);
+    sync_consumers();
+    if (me.tid < turn.count) shared().scale[me.tid] = fmaxf(float_of(shared().peak[me.tid]), 1e-6f) * (1.0f / 448);
+    sync_consumers();
+  } else if constexpr (M != HEAD && HAS_FP8) {
+    factor = 1.0f / ((const float*)me.p.input_scales)[layer * 4 + M];
+  }
+  if constexpr (m.streamed)
+    norm_published<M>(me, turn, is_first, weight, factor);
+  else
+    norm_into_area<M, false>(me, turn, is_first, weight, factor);
+  order_copies();
+  sync_consumers();
+  if constexpr (m.streamed) {
+    if (me.tid == 0) arrive_for_all(me);
+    me.barrier++;
+  }
+}
+
+// ------------------------------------------------------------------------------------- 2. products, as the tiles come
+
+// A tile that another warpgroup takes. Every warp sees every tile, so none can mistake an old turn of the ring for a new.
+DEVICE void pass_tile(Self& me) {
+  const u32 bar = shared_address(&shared().full[me.slot]), parity = me.parity;
+  wait(me, FOR_A_TILE, me.tile, [=] { return barrier_passed(bar, parity); });
+  sync_warp();
+  if (me.lane == 0) barrier_arrive(shared_address(&shared().empty[me.slot]));
+  next_slot(me);
+}
+
+// This block's rows of one matrix, group by group: 64 rows of it, or 16 whose K lies in the tile in four pieces one below
+// the other ("diagonal": every piece meets all four pieces of the activations, and only its own counts). A tensor core
+// adds up 4 instructions' worth of K at most, the rest is added in float32.
+template <int GROUP, int WIDTH, bool IS_FP8_PRODUCT>
+DEVICE void multiply(Self& me, const Shape& m) {
+  constexpr int PIECES = 64 / GROUP, N = GROUP == 64 ? COLUMN_TILES * 8 : PIECES * COLUMNS;
+  constexpr int KEPT = GROUP == 64 ? COLUMN_TILES : COLUMNS > 8 ? 2 : 1;  // column tiles of N that are this warp's
+  constexpr u32 COLUMN_BYTES = PIECES * COLUMNS * 16;
+  const int warpgroup = me.warp >> 2, quarter = me.warp & 3, groups = share_of(m, me.block);
+  constexpr int STEPS = WIDTH / 32, CHAIN = 4;
+  const u32 area = shared_address(shared_base() + AREA), in_slot = TILE_BYTES;
+#pragma unroll 1
+  for (int group = 0; group < groups; group++) {
+    float sum[KEPT * 4] = {};
+    const int own = (warpgroup - (int)me.tile) & 3;  // our first tile in this group
+    int tile = 0, foreign = own;
+#pragma unroll 1
+    while (true) {
+#pragma unroll 1
+      for (; foreign && tile < m.tiles; --foreign, ++tile) pass_tile(me);
+      if (tile >= m.tiles) break;
+      const u32 bar = shared_address(&shared().full[me.slot]), parity = me.parity;
+      wait(me, FOR_A_TILE, me.tile, [=] { return barrier_passed(bar, parity); });
+      sync_warp();
+      const u32 weights = slot_address(me.slot);
+      const u32 activations = m.streamed ? weights + in_slot : area + tile * m.activation_bytes();
+      const u64 a = descriptor(weights, 1024, 128), b = descriptor(activations, COLUMN_BYTES, 128);
+#pragma unroll
+      for (int done = 0; done < STEPS; done += CHAIN) {
+        float d[N / 2];
+        products_begin();
+#pragma unroll
+        for (int k = done; k < least(done + CHAIN, STEPS); k++) {
+          const u64 from = a + k * descriptor_step(2048), with = b + k * descriptor_step(2 * COLUMN_BYTES);
+          if (k == done)
+            multiply_64<N, IS_FP8_PRODUCT, true>(d, from, with);
+          else
+            multiply_64<N, IS_FP8_PRODUCT, false>(d, from, with);
+        }
+        products_commit();
+        products_wait<N>(d);
+        if constexpr (GROUP == 64) {
+#pragma unroll
+          for (int i = 0; i < KEPT * 4; i++) sum[i] += d[i];
+        } else {
+#pragma unroll
+          for (int i = 0; i < KEPT * 4; i++) {
+            float v = d[i];
+#pragma unroll
+            for (int q = 1; q < 4; q++) v = quarter == q ? d[q * COLUMNS / 8 * 4 + i] : v;
+            sum[i] += v;
+          }
+        }
+      }
+      if (me.lane == 0) barrier_arrive(shared_address(&shared().empty[me.slot]));
+      next_slot(me);
+      ++tile;
+      foreign = 3;
+    }
+    // hand the sums to the epilogue warps: [quarter, turn of the warpgroup][row of the step][row of the matrix]
+    const u32 slab = me.unit % SLABS, before = me.unit / SLABS;
+    me.unit++;
+    if (before) {
+      const u32 bar = shared_address(&shared().slab_free[slab]);
+      wait(me, FOR_ROOM_FOR_SUMS, me.unit, [=] { return barrier_passed(bar, (before - 1) & 1); });
+    }
+    if (own < m.tiles) {
+      float* out = (float*)(shared_base() + SLAB + slab * SLAB_BYTES) + (quarter * 4 + own) * (ROWS * 20);
+#pragma unroll
+      for (int j = 0; j < KEPT; j++) {
+        const int row = GROUP == 64 ? j * 8 + 2 * me.t : (quarter * COLUMNS / 8 + j) * 8 + 2 * me.t - quarter * COLUMNS;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          if (row + i < 0 || row + i >= ROWS) continue;
+          out[(row + i) * 20 + me.g] = sum[4 * j + i];
+          out[(row + i) * 20 + me.g + 8] = sum[4 * j + 2 + i];
+        }
+      }
+    }
+    sync_warp();
+    if (me.lane == 0) barrier_arrive(shared_address(&shared().slab_full[slab]));
+  }
+}
+
+// Matrices whose tiles have one form share the code: it is the instruction cache that a loop over layers must fit.
+CONSTEXPR bool is_alike(int a, int b) { return ALL.of[a].group == ALL.of[b].group && ALL.of[a].width == ALL.of[b].width; }
+template <int M>
+DEVICE void multiply_if_alike(Self& me, const Shape& m) {
+  constexpr bool IS_NEW = (M <= QKV || !is_alike(M, QKV)) && (M <= O || !is_alike(M, O)) && (M <= GATE_UP || !is_alike(M, GATE_UP));
+  if constexpr (IS_NEW)
+    if (m.group == ALL.of[M].group && m.width == ALL.of[M].width) multiply<ALL.of[M].group, ALL.of[M].width, HAS_FP8>(me, m);
+}
+DEVICE void layer_product(Self& me, int matrix) {
+  const Shape& m = all_shapes.of[matrix];
+  multiply_if_alike<QKV>(me, m);
+  multiply_if_alike<O>(me, m);
+  multiply_if_alike<GATE_UP>(me, m);
+  multiply_if_alike<DOWN>(me, m);
+  me.barrier++;  // which the epilogue warps arrive at
+}
+
+// ------------------------------------------------------------------------------------------- 3. attention, page by page
+
+constexpr int QUERY_ROWS = up_to(ROWS * QUERIES, 16);  // rows of the step times heads, of one head of keys
+constexpr int LINE = HEAD_DIM * 2 + 16;                // bytes from one row to the next in shared memory: no conflicts
+static_assert(QUERY_ROWS * LINE + PAGE * LINE <= AREA_BYTES, "queries and a page of keys");
+constexpr float NEVER = -1e30f;
+
+// 4 rotary pairs of one row of one head, 4 i ... and HALF further: normed (Qwen3), rotated. Lanes i = 0 ... HEAD_DIM / 8 - 1
+// of a head lie side by side.
+DEVICE void rotated(Self& me, float* low, float* high, const float* raw, const u16* norm, int position, int i) {
+  const float4 a4 = far_float4(raw + 4 * i), b4 = far_float4(raw + HALF + 4 * i);
+  const long long angle = (long long)position * HALF + 4 * i;
+  const float4 c4 = *(const float4*)((const float*)me.p.cos + angle), s4 = *(const float4*)((const float*)me.p.sin + angle);
+  float a[4] = {a4.x, a4.y, a4.z, a4.w}, b[4] = {b4.x, b4.y, b4.z, b4.w};
+  const float c[4] = {c4.x, c4.y, c4.z, c4.w}, s[4] = {s4.x, s4.y, s4.z, s4.w};
+  if constexpr (HAS_QK_NORM) {
+    float sum = 0;
+#pragma unroll
+    for (int j = 0; j < 4; j++) sum += a[j] * a[j] + b[j] * b[j];
+#pragma unroll
+    for (int lanes = HEAD_DIM / 16; lanes; lanes >>= 1) sum += shuffle(sum, lanes);
+    const float inverse = inverse_root(sum * (1.0f / HEAD_DIM) + me.p.eps);
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      a[j] *= inverse * bf16_to_float(norm[4 * i + j]);
+      b[j] *= inverse * bf16_to_float(norm[HALF + 4 * i + j]);
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    low[j] = a[j] * c[j] - b[j] * s[j];
+    high[j] = b[j] * c[j] + a[j] * s[j];
+  }
+}
+DEVICE void put_4(u8* at, const float* v) { *(uint2*)at = {two_bf16(v[0], v[1]), two_bf16(v[2], v[3])}; }
+
+// 4 values into the cache and, as they are then read from it, into shared memory.
+DEVICE void put_into_cache(u8* cache, u8* copy, const float* v, float scale) {
+  if constexpr (HAS_FP8_CACHE) {
+    const float scaled[4] = {v[0] / scale, v[1] / scale, v[2] / scale, v[3] / scale};
+    const u32 codes = four_fp8(scaled, 1);
+    *(u32*)cache = codes;
+    *(uint2*)copy = {two_fp8_to_bf16((u16)codes), two_fp8_to_bf16((u16)(codes >> 16))};
+  } else {
+    put_4(cache, v);
+    put_4(copy, v);
+  }
+}
+
+struct Page {  // of one sequence and one head of keys
+  int sequence, head, page, start, positions;  // start: of the step's first row; positions: that hold anything
+  u8* cache;                                   // its keys; its values are KV_HEADS pages further
+};
+constexpr int CACHE_EACH = HAS_FP8_CACHE ? 1 : 2, HEAD_PAGE_BYTES = PAGE * HEAD_DIM * CACHE_EACH;
+constexpr int PIECES_OF_PAGE = HEAD_PAGE_BYTES / 16, PIECES_EACH = (PIECES_OF_PAGE + CONSUMERS - 1) / CONSUMERS;
+
+// What the cache has of the keys or values of a page, first into registers, then into shared memory; zeros behind.
+DEVICE void read_page(Self& me, const Page& page, const u8* from, uint4* held) {
+#pragma unroll
+  for (int j = 0; j < PIECES_EACH; j++) {
+    const int piece = me.tid + j * CONSUMERS, key = piece * 16 / (HEAD_DIM * CACHE_EACH);
+    held[j] = {0, 0, 0, 0};
+    if (piece < PIECES_OF_PAGE && page.page * PAGE + key < page.start) held[j] = far_words(from + piece * 16);
+  }
+}
+DEVICE void keep_page(Self& me, const Page& page, const uint4* held, u8* to) {
+#pragma unroll
+  for (int j = 0; j < PIECES_EACH; j++) {
+    const int piece = me.tid + j * CONSUMERS, key = piece * 16 / (HEAD_DIM * CACHE_EACH);
+    const int position = page.page * PAGE + key;
+    if (piece >= PIECES_OF_PAGE || (position >= page.start && position < page.positions)) continue;
+    u8* at = to + key * LINE + piece * 16 % (HEAD_DIM * CACHE_EACH) * (2 / CACHE_EACH);
+    if constexpr (HAS_FP8_CACHE) {
+      const u32 codes[4] = {held[j].x, held[j].y, held[j].z, held[j].w};
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        *(uint2*)(at + 8 * i) = {two_fp8_to_bf16((u16)codes[i]), two_fp8_to_bf16((u16)(codes[i] >> 16))};
+    } else {
+      *(uint4*)at = held[j];
+    }
+  }
+}
+
+// The keys (IS_VALUES: values) of the step's own rows that belong into this page, from the product into cache and copy.
+template <bool IS_VALUES>
+DEVICE void finish_rows(Self& me, const Turn& turn, int layer, const Page& page, u8* copy) {
+  const int first = most(page.start, page.page * PAGE), last = least(page.positions, (page.page + 1) * PAGE);
+  const int items = (last - first) * (HEAD_DIM / 8);
+  const float scale = HAS_FP8_CACHE ? ((const float*)me.p.kv_scale)[layer * 2 + IS_VALUES] : 1.0f;
+  for (int begin = 0; begin < items; begin += CONSUMERS) {
+    const bool is_active = begin + me.tid < items;
+    const int item = is_active ? begin + me.tid : 0, i = item % (HEAD_DIM / 8);
+    const int position = first + item / (HEAD_DIM / 8), row = page.sequence * turn.rows + position - page.start;
+    const int which = HEADS + (IS_VALUES ? KV_HEADS : 0) + page.head, key = position % PAGE;
+    const float* raw = scratch<const float>(me.p, AT_QKV) + row * QKV_ROWS + which * HEAD_DIM;
+    u8* cache = page.cache + (IS_VALUES ? KV_HEADS * HEAD_PAGE_BYTES : 0) + key * HEAD_DIM * CACHE_EACH;
+    float v[2][4];
+    int at[2];
+    if constexpr (IS_VALUES) {
+      const float4 a = far_float4(raw + 8 * i), b = far_float4(raw + 8 * i + 4);
+      v[0][0] = a.x, v[0][1] = a.y, v[0][2] = a.z, v[0][3] = a.w;
+      v[1][0] = b.x, v[1][1] = b.y, v[1][2] = b.z, v[1][3] = b.w;
+      at[0] = 8 * i, at[1] = 8 * i + 4;
+    } else {
+      rotated(me, v[0], v[1], raw, (const u16*)me.p.k_norm + layer * HEAD_DIM, page.start + shared().depth[row], i);
+      at[0] = 4 * i, at[1] = HALF + 4 * i;
+    }
+    if (!is_active) continue;
+#pragma unroll
+    for (int j = 0; j < 2; j++) put_into_cache(cache + at[j] * CACHE_EACH, copy + key * LINE + at[j] * 2, v[j], scale);
+  }
+}
+
+// The queries of all rows and heads that share this head of keys, row by row of the step.
+DEVICE void finish_queries(Self& me, const Turn& turn, int layer, const Page& page, u8* to) {
+  const int rows = turn.rows * QUERIES, padded = up_to(rows, 16), items = padded * (HEAD_DIM / 8);
+  const float factor = inverse_root((float)HEAD_DIM);
+#pragma unroll 1
+  for (int begin = 0; begin < items; begin += CONSUMERS) {
+    const bool is_active = begin + me.tid < items;
+    const int item = is_active ? begin + me.tid : 0, i = item % (HEAD_DIM / 8), line = item / (HEAD_DIM / 8);
+    const int inside = least(line, rows - 1) / QUERIES, row = page.sequence * turn.rows + inside;
+    const int head = page.head * QUERIES + line % QUERIES;
+    const float* raw = scratch<const float>(me.p, AT_QKV) + row * QKV_ROWS + head * HEAD_DIM;
+    float low[4], high[4];
+    rotated(me, low, high, raw, (const u16*)me.p.q_norm + layer * HEAD_DIM, page.start + shared().depth[row], i);
+    if (!is_active) continue;
+    const float f = line < rows ? factor : 0;
+#pragma unroll
+    for (int j = 0; j < 4; j++) low[j] *= f, high[j] *= f;
+    put_4(to + line * LINE + 8 * i, low);
+    put_4(to + line * LINE + HEAD_DIM + 8 * i, high);
+  }
+}
+
+// A warp's task: 16 lines of queries against all keys of the page, then a part of the head's width of the values.
+constexpr int WIDE = HEAD_DIM % 32 == 0 ? 32 : 16, PARTS = HEAD_DIM / WIDE, KEY_TILES = PAGE / 8;
+constexpr int WARP_TASKS = (QUERY_ROWS / 16 * PARTS + 15) / 16;  // of one warp, at most
+
+DEVICE void scores_of(Self& me, const Turn& turn, int layer, const Page& page, const u8* queries, const u8* keys, int tile,
+                      u32 weights[KEY_TILES][2], float peak[2], float total[2]) {
+  float c[KEY_TILES][4] = {};
+  const u32 q = shared_address(queries) + (tile * 16 + me.lane % 16) * LINE + me.lane / 16 * 16;
+  const u32 k = shared_address(keys) + (me.lane / 16 * 8 + me.lane % 8) * LINE + me.lane / 8 % 2 * 16;
+#pragma unroll 1
+  for (int at = 0; at < HEAD_DIM * 2; at += 32) {
+    u32 a[4];
+    load_matrices(a, q + at);
+#pragma unroll
+    for (int pair = 0; pair < KEY_TILES / 2; pair++) {
+      u32 b[4];
+      load_matrices(b, k + pair * 16 * LINE + at);
+      multiply_16x8(c[2 * pair], a, b[0], b[1]);
+      multiply_16x8(c[2 * pair + 1], a, b[2], b[3]);
+    }
+  }
+  const float factor = 1.4426950408889634f * (HAS_FP8_CACHE ? ((const float*)me.p.kv_scale)[layer * 2] : 1.0f);
+  const int lines = turn.rows * QUERIES;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int inside = least(tile * 16 + half * 8 + me.g, lines - 1) / QUERIES;
+    const int row = page.sequence * turn.rows + inside, offset = page.page * PAGE + 2 * me.t - page.start;
+    const int first = me.p.window ? shared().depth[row] - me.p.window + 1 : -1 << 30;  // that its window holds
+    const u64 seen = shared().seen[row];
+    float best = NEVER;
+#pragma unroll
+    for (int j = 0; j < KEY_TILES; j++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const int at = offset + j * 8 + i;  // from the step's first position
+        const bool is_seen = at >= first && (at < 0 || seen >> at & 1);
+        float& score = c[j][half * 2 + i];
+        score = is_seen ? score * factor : NEVER;
+        best = fmaxf(best, score);
+      }
+    best = fmaxf(best, shuffle(best, 1));
+    best = fmaxf(best, shuffle(best, 2));
+    float sum = 0;
+#pragma unroll
+    for (int j = 0; j < KEY_TILES; j++) {
+      float e[2];
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const float score = c[j][half * 2 + i];
+        e[i] = score > NEVER ? power_of_two(score - best) : 0.0f;
+      }
+      const u32 both = two_bf16(e[0], e[1]);
+      sum += float_of(both << 16) + float_of(both & 0xffff0000u);  // as they are multiplied
+      weights[j][half] = both;
+    }
+    sum += shuffle(sum, 1);
+    sum += shuffle(sum, 2);
+    peak[half] = best;
+    total[half] = sum;
+  }
+}
+
+DEVICE void values_of(Self& me, const Turn& turn, int layer, const Page& page, const u8* values, int tile, int part,
+                      const u32 weights[KEY_TILES][2], const float peak[2], const float total[2]) {
+  float c[WIDE / 8][4] = {};
+  const u32 v = shared_address(values) + (me.lane % 16) * LINE + part * WIDE * 2 + me.lane / 16 * 16;
+#pragma unroll
+  for (int j = 0; j < KEY_TILES; j += 2) {
+    const u32 a[4] = {weights[j][0], weights[j][1], weights[j + 1][0], weights[j + 1][1]};
+#pragma unroll
+    for (int pair = 0; pair < WIDE / 16; pair++) {
+      u32 b[4];
+      load_transposed(b, v + j * 8 * LINE + pair * 32);
+      multiply_16x8(c[2 * pair], a, b[0], b[1]);
+      multiply_16x8(c[2 * pair + 1], a, b[2], b[3]);
+    }
+  }
+  const float factor = HAS_FP8_CACHE ? ((const float*)me.p.kv_scale)[layer * 2 + 1] : 1.0f;
+  const int lines = turn.rows * QUERIES;
+  const int base = ((page.sequence * KV_HEADS + page.head) * MAX_PAGES + page.page) * lines;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int line = tile * 16 + half * 8 + me.g;
+    if (line >= lines) continue;
+    if (part == 0 && me.t == 0) {
+      put_far_float(scratch<float>(me.p, AT_PEAKS) + base + line, peak[half]);
+      put_far_float(scratch<float>(me.p, AT_TOTALS) + base + line, total[half]);
+    }
+    float* out = scratch<float>(me.p, AT_VALUES) + (long long)(base + line) * HEAD_DIM + part * WIDE;
+#pragma unroll
+    for (int j = 0; j < WIDE / 8; j++)
+      put_far_float2(out + j * 8 + 2 * me.t, c[j][2 * half] * factor, c[j][2 * half + 1] * factor);
+  }
+}
+
+DEVICE u32* attention_counter(const Params& p, int pair) { return (u32*)p.counters + PAIRS_AT + pair * 8; }
+
+// Every page of every sequence and head of keys is one unit of work, and whatever page a key lies in decides alone with
+// which others it is added up: not how many rows or blocks there are.
+DEVICE void attend(Self& me, const Turn& turn, int layer) {
+  u8 *queries = shared_base() + AREA, *keys = queries + QUERY_ROWS * LINE;
+  const int tiles = (turn.rows * QUERIES + 15) / 16;
+  int before = 0;
+#pragma unroll 1
+  for (int sequence = 0; sequence < me.p.sequences; sequence++) {
+    const int pages = pages_of(me.p, turn, sequence), units = pages * KV_HEADS;
+    const int slot = ((const int*)me.p.slots)[sequence];
+#pragma unroll 1
+    for (int unit = (me.block + BLOCKS - before % BLOCKS) % BLOCKS; unit < units; unit += BLOCKS) {
+      Page page;
+      page.sequence = sequence, page.head = unit / pages, page.page = unit % pages;
+      page.start = start_of(me.p, turn, sequence), page.positions = page.start + turn.rows;
+      const int id = ((const int*)me.p.table)[(long long)slot * me.p.table_stride + page.page];
+      page.cache = (u8*)me.p.cache + (((long long)layer * me.p.pages + id) * 2 * KV_HEADS + page.head) * HEAD_PAGE_BYTES;
+      uint4 k[PIECES_EACH], v[PIECES_EACH];
+      read_page(me, page, page.cache, k);
+      read_page(me, page, page.cache + KV_HEADS * HEAD_PAGE_BYTES, v);
+      finish_queries(me, turn, layer, page, queries);
+      keep_page(me, page, k, keys);
+      finish_rows<false>(me, turn, layer, page, keys);
+      sync_consumers();
+      u32 weights[WARP_TASKS][KEY_TILES][2];
+      float peak[WARP_TASKS][2], total[WARP_TASKS][2];
+#pragma unroll
+      for (int i = 0; i < WARP_TASKS; i++)
+        if (me.warp + 16 * i < tiles * PARTS)
+          scores_of(me, turn, layer, page, queries, keys, (me.warp + 16 * i) / PARTS, weights[i], peak[i], total[i]);
+      sync_consumers();
+      keep_page(me, page, v, keys);
+      finish_rows<true>(me, turn, layer, page, keys);
+      sync_consumers();
+#pragma unroll
+      for (int i = 0; i < WARP_TASKS; i++) {
+        const int task = me.warp + 16 * i;
+        if (task < tiles * PARTS)
+          values_of(me, turn, layer, page, keys, task / PARTS, task % PARTS, weights[i], peak[i], total[i]);
+      }
+      sync_consumers();
+      if (me.tid == 0) add_release(attention_counter(me.p, sequence * KV_HEADS + page.head));
+    }
+    before += units;
+  }
+}
+
+// The pages of a head, merged: 8 lanes take every eighth page each and then add up in a fixed tree. A page that a row does
+// not see at all adds exact zeros. Each block merges a part of one head (or of several), which is o's input.
+DEVICE void merge(Self& me, const Turn& turn, int layer) {
+  constexpr Shape m = ALL.of[O];
+  const int pairs = me.p.sequences * KV_HEADS, each = most(1, BLOCKS / pairs), abreast = BLOCKS / each;
+  const int lines = turn.rows * QUERIES, items = lines * (HEAD_DIM / 4);
+  const float factor = HAS_FP8 ? 1.0f / ((const float*)me.p.input_scales)[layer * 4 + O] : 1.0f;
+#pragma unroll 1
+  for (int pair = me.block / each; pair < pairs && me.block < each * abreast; pair += abreast) {
+    const int sequence = pair / KV_HEADS, head = pair % KV_HEADS, pages = pages_of(me.p, turn, sequence);
+    if (me.tid == 0) {
+      u32 all = (layer + 1) * pages;  // that were added to this counter since the launch began
+      for (int step = 0; step < turn.step; step++) all += me.p.layers * pages_of(me.p, turn_of(me.p, step), sequence);
+      const u32* counter = attention_counter(me.p, pair);
+      wait(me, FOR_ATTENTION, pair, [=] { return read_acquire(counter) >= all; });
+    }
+    sync_consumers();
+#pragma unroll 1
+    for (int begin = me.block % each * (CONSUMERS / 8); begin < items; begin += each * (CONSUMERS / 8)) {
+      const int item = least(begin + me.tid / 8, items - 1), line = item / (HEAD_DIM / 4), dim = item % (HEAD_DIM / 4) * 4;
+      float peak = NEVER, total = 0, out[4] = {};
+#pragma unroll 2
+      for (int page = me.tid % 8; page < pages; page += 8) {
+        const int at = (pair * MAX_PAGES + page) * lines + line;
+        const float its_peak = far_float(scratch<const float>(me.p, AT_PEAKS) + at);
+        const float its_total = far_float(scratch<const float>(me.p, AT_TOTALS) + at);
+        const float4 v = far_float4(scratch<const float>(me.p, AT_VALUES) + (long long)at * HEAD_DIM + dim);
+        const float both = fmaxf(peak, its_peak), old = power_of_two(peak - both), its = power_of_two(its_peak - both);
+        total = total * old + its_total * its;
+        out[0] = out[0] * old + v.x * its, out[1] = out[1] * old + v.y * its;
+        out[2] = out[2] * old + v.z * its, out[3] = out[3] * old + v.w * its;
+        peak = both;
+      }
+#pragma unroll
+      for (int lanes = 1; lanes < 8; lanes <<= 1) {
+        const float its_peak = shuffle(peak, lanes), both = fmaxf(peak, its_peak), f = power_of_two(peak - both);
+        total *= f;
+        total += shuffle(total, lanes);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          out[j] *= f;
+          out[j] += shuffle(out[j], lanes);
+        }
+        peak = both;
+      }
+      if (me.tid % 8 || begin + me.tid / 8 >= items) continue;
+      const float f = 1.0f / total;
+#pragma unroll
+      for (int j = 0; j < 4; j++) out[j] *= f;
+      const int row = sequence * turn.rows + line / QUERIES;
+      const int k = ((head * QUERIES + line % QUERIES) * HEAD_DIM + dim) * EACH;
+      u8* to = scratch<u8>(me.p, AT_ATTENDED) + activation_at(m, k, row);
+      if constexpr (HAS_FP8)
+        *(u32*)to = four_fp8(out, factor);
+      else
+        put_4(to, out);
+    }
+  }
+  order_copies();
+  sync_consumers();
+  if (me.tid == 0) arrive_for_all(me);
+  me.barrier++;
+}
+
+// --------------------------------------------------------------------------------------------------- the consumer warps
+
+DEVICE void consume(Self& me) {
+#pragma unroll 1
+  for (int step = 0; step < me.p.steps; step++) {
+    const Turn turn = turn_of(me.p, step);
+    begin_turn(me, turn);
+#pragma unroll 1
+    for (int layer = 0; layer < me.p.layers; layer++) {
+#pragma unroll 1
+      for (int matrix = QKV; matrix <= DOWN; matrix++) {
+        me.phase = layer * 4 + matrix;
+        if (matrix == QKV) normalize<QKV>(me, turn, layer);
+        if (matrix == GATE_UP) normalize<GATE_UP>(me, turn, layer);
+        if (matrix == O) {
+          consumers_wait_for_blocks(me);
+          attend(me, turn, layer);
+          merge(me, turn, layer);
+        }
+        layer_product(me, matrix);
+      }
+    }
+    me.phase = me.p.layers * 4;
+    normalize<HEAD>(me, turn, me.p.layers);
+    multiply<ALL.of[HEAD].group, ALL.of[HEAD].width, HAS_FP8_HEAD>(me, all_shapes.of[HEAD]);
+    me.barrier++;
+  }
+}
+
+// ---------------------------------------------------------------------------------------- producer warp: all weights
+
+DEVICE void produce(Self& me) {
+  const u64 policy = read_once_policy();
+#pragma unroll 1
+  for (int step = 0; step < me.p.steps; step++) {
+#pragma unroll 1
+    for (int i = 0; i <= me.p.layers * 4; i++) {
+      const bool is_head = i == me.p.layers * 4;
+      const Shape& m = all_shapes.of[is_head ? HEAD : i % 4];
+      const int bytes = 64 * m.width, count = share_of(m, me.block) * m.tiles;
+      const long long first = (long long)me.block * (m.groups / BLOCKS) + least(me.block, m.groups % BLOCKS);
+      const u8* from = (const u8*)(is_head ? me.p.head : ((const u64*)me.p.weights)[i]) + first * m.tiles * bytes;
+      me.phase = i;
+#pragma unroll 1
+      for (int tile = 0; tile < count; tile++) {
+        const u32 bar = shared_address(&shared().empty[me.slot]), full = shared_address(&shared().full[me.slot]);
+        const u32 parity = me.parity ^ 1;
+        wait(me, FOR_ROOM_IN_THE_RING, me.tile, [=] { return barrier_passed(bar, parity); });
+        if (me.lost) {
+          pause_us(1000);  // the copies that are under way need their place
+          return;
+        }
+        barrier_arrive_expecting(full, bytes);
+        copy_once(slot_address(me.slot), from, bytes, full, policy);
+        from += bytes;
+        next_slot(me);
+      }
+    }
+  }
+}
+
+// ----------------------------------------------------------------------- loader warp: activations that come with tiles
+
+DEVICE void load(Self& me) {
+#pragma unroll 1
+  for (int step = 0; step < me.p.steps; step++) {
+#pragma unroll 1
+    for (int i = 0; i <= me.p.layers * 4; i++) {
+      const int matrix = i == me.p.layers * 4 ? HEAD : i % 4;
+      const Shape& m = all_shapes.of[matrix];
+      const int groups = share_of(m, me.block), bytes = m.activation_bytes();
+      if (matrix == O || (matrix != DOWN && m.streamed)) me.barrier++;  // that the consumers arrive at
+      const u8* from = scratch<const u8>(me.p, matrix == O ? AT_ATTENDED : matrix == DOWN ? AT_GATED : AT_NORMED);
+      me.phase = i;
+      if (m.streamed && groups) {
+        wait_for_blocks(me);
+        order_copies();
+      }
+#pragma unroll 1
+      for (int tile = 0; tile < groups * m.tiles; tile++) {
+        const u32 bar = shared_address(&shared().empty[me.slot]), full = shared_address(&shared().full[me.slot]);
+        const u32 parity = me.parity ^ 1;
+        wait(me, FOR_ROOM_IN_THE_RING, me.tile, [=] { return barrier_passed(bar, parity); });
+        if (me.lost) {
+          pause_us(1000);
+          return;
+        }
+        if (m.streamed) {
+          barrier_arrive_expecting(full, bytes);
+          copy_shared(slot_address(me.slot) + TILE_BYTES, from + tile % m.tiles * bytes, bytes, full);
+        } else {
+          barrier_arrive(full);
+        }
+        next_slot(me);
+      }
+      me.barrier++;
+    }
+  }
+}
+
+// ----------------------------------------------------------------------------- epilogue warps: what sums are good for
+
+// Partial sums of 16 rows of the matrix (block `of16` of a group) for rows 8 `column` ... of the step, in their one order:
+// c[0], c[1] row g, c[2], c[3] row g + 8, for two rows of the step each.
+DEVICE void sums_of(Self& me, const float* slab, const Shape& m, int of16, int column, float* c) {
+  c[0] = c[1] = c[2] = c[3] = 0;
+  const int row = column * 8 + 2 * me.t, turns = least(m.tiles, 4);
+  const int first = m.group == 64 ? of16 : 0, last = m.group == 64 ? of16 + 1 : 4;
+  if (row >= ROWS) return;
+  const bool has_two = row + 1 < ROWS;
+  for (int quarter = first; quarter < last; quarter++)
+    for (int turn = 0; turn < turns; turn++) {
+      const float* at = slab + (quarter * 4 + turn) * (ROWS * 20) + row * 20 + me.g;
+      c[0] += at[0];
+      c[2] += at[8];
+      if (has_two) {
+        c[1] += at[20];
+        c[3] += at[28];
+      }
+    }
+}
+
+// For this block's groups of a matrix, as their sums come: each of the two warps takes 32 rows of a group of 64, or every
+// other group of 16. make(block of 16 rows in the stream, the same among this block's own, column, sums).
+template <class Make>
+DEVICE void drain(Self& me, const Shape& m, Make make) {
+  const int warp = me.warp & 1, groups = share_of(m, me.block);
+#pragma unroll 1
+  for (int group = 0; group < groups; group++) {
+    const u32 slab = me.unit % SLABS, turn = me.unit / SLABS;
+    const bool is_ours = m.group == 64 || (int)(me.unit & 1) == warp;
+    me.unit++;
+    const u32 bar = shared_address(&shared().slab_full[slab]);
+    wait(me, FOR_SUMS, me.unit, [=] { return barrier_passed(bar, turn & 1); });
+    sync_warp();
+    const float* sums = (const float*)(shared_base() + SLAB + slab * SLAB_BYTES);
+    float c[2][COLUMN_TILES][4];
+    const int blocks = m.group == 64 ? 2 : 1, first = m.group == 64 ? 2 * warp : 0;
+    if (is_ours) {
+#pragma unroll
+      for (int b = 0; b < 2; b++)
+#pragma unroll
+        for (int column = 0; column < COLUMN_TILES; column++)
+          if (b < blocks) sums_of(me, sums, m, first + b, column, c[b][column]);
+    }
+    sync_warp();
+    if (me.lane == 0) barrier_arrive(shared_address(&shared().slab_free[slab]));
+    if (!is_ours) continue;
+    const int sixteenths = m.group / 16, in_stream = (group * BLOCKS + me.block) * sixteenths, own = group * sixteenths;
+#pragma unroll
+    for (int b = 0; b < 2; b++)
+#pragma unroll
+      for (int column = 0; column < COLUMN_TILES; column++)
+        if (b < blocks) make(in_stream + first + b, own + first + b, column, c[b][column]);
+  }
+}
+
+// All that this block makes of a matrix is written: tell the others. Who had nothing to do waits for the barrier before,
+// or the count would run ahead of it.
+DEVICE void made(Self& me, int groups) {
+  order_copies();
+  sync_some<2, 64>();
+  if (me.warp == 18 && me.lane == 0) {
+    if (groups == 0) wait_for_blocks(me);
+    arrive_for_all(me);
+  }
+  me.barrier++;
+}
+
+DEVICE float row_scale(const Params& p, u64 scales, int stream_row, float input) {
+  return scales ? ((const float*)scales)[stream_row] * input : 1.0f;
+}
+
+DEVICE void put_qkv(Self& me, const Turn& turn, int layer, int block, int column, const float* c) {
+  const u16* bias = (const u16*)me.p.qkv_bias + (long long)layer * QKV_ROWS;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int in_stream = block * 16 + half * 8 + me.g, head = in_stream / HEAD_DIM;
+    const int natural = head >= HEADS + KV_HEADS ? in_stream
+                                                 : head * HEAD_DIM + half * HALF + in_stream % HEAD_DIM / 16 * 8 + me.g;
+    const float scale = HAS_FP8 ? row_scale(me.p, ((const u64*)me.p.scales)[layer * 4 + QKV], in_stream,
+                                            ((const float*)me.p.input_scales)[layer * 4 + QKV])
+                                : 1.0f;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int row = column * 8 + 2 * me.t + i;
+      if (row >= turn.count) continue;
+      const float v = c[2 * half + i] * scale + (me.p.qkv_bias ? bf16_to_float(bias[natural]) : 0.0f);
+      put_far_float(scratch<float>(me.p, AT_QKV) + row * QKV_ROWS + natural, v);
+    }
+  }
+}
+
+// h += sum, in bf16 as it is kept; its squares for the next norm.
+DEVICE void put_residual(Self& me, const Turn& turn, int layer, int matrix, int block, int own, int column, const float* c) {
+  float* kept = shared().residual[(own * COLUMN_TILES + column) * 32 + me.lane];
+  float squares[2] = {};
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int feature = block * 16 + half * 8 + me.g;
+    const float scale = HAS_FP8 ? row_scale(me.p, ((const u64*)me.p.scales)[layer * 4 + matrix], feature,
+                                            ((const float*)me.p.input_scales)[layer * 4 + matrix])
+                                : 1.0f;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int row = column * 8 + 2 * me.t + i;
+      const u16 h = float_to_bf16(kept[2 * half + i] + c[2 * half + i] * scale);
+      const float v = bf16_to_float(h);
+      kept[2 * half + i] = v;
+      squares[i] += v * v;
+      if (row < turn.count) scratch<u16>(me.p, AT_H)[row * HIDDEN + feature] = h;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+#pragma unroll
+    for (int lanes = 4; lanes < 32; lanes <<= 1) squares[i] += shuffle(squares[i], lanes);
+    if (me.g == 0) shared().squares[own][column * 8 + 2 * me.t + i] = squares[i];
+  }
+}
+DEVICE void put_squares(Self& me, const Turn& turn, int blocks) {
+  sync_some<2, 64>();
+  if (me.warp != 18 || me.lane >= turn.count || blocks == 0) return;
+  float sum = 0;
+  for (int own = 0; own < blocks; own++) sum += shared().squares[own][me.lane];
+  put_far_float(scratch<float>(me.p, AT_SQUARES) + me.lane * BLOCKS + me.block, sum);
+}
+
+DEVICE void put_gated(Self& me, const Turn& turn, int layer, int block, int column, const float* c) {
+  constexpr Shape m = ALL.of[DOWN];
+  float scale[2] = {1, 1}, factor = 1;
+  if constexpr (HAS_FP8) {
+    const float* inputs = (const float*)me.p.input_scales + layer * 4;
+    const u64 scales = ((const u64*)me.p.scales)[layer * 4 + GATE_UP];
+    scale[0] = row_scale(me.p, scales, block * 16 + me.g, inputs[GATE_UP]);
+    scale[1] = row_scale(me.p, scales, block * 16 + 8 + me.g, inputs[GATE_UP]);
+    factor = 1.0f / inputs[DOWN];
+  }
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const int row = column * 8 + 2 * me.t + i;
+    if (row >= turn.count) continue;
+    const float gate = c[i] * scale[0], up = c[2 + i] * scale[1], v = gate / (1.0f + exponential(-gate)) * up;
+    u8* to = scratch<u8>(me.p, AT_GATED) + activation_at(m, (block * 8 + me.g) * EACH, row);
+    if constexpr (HAS_FP8)
+      *to = (u8)two_fp8(v * factor, 0);
+    else
+      *(u16*)to = float_to_bf16(v);
+  }
+}
+
+DEVICE void put_logits(Self& me, const Turn& turn, int block, int column, const float* c, u64 best[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int token = block * 16 + half * 8 + me.g;
+    if (token >= ALL.of[HEAD].rows) continue;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int row = column * 8 + 2 * me.t + i;
+      if (row >= turn.count) continue;
+      const float scale = HAS_FP8_HEAD ? ((const float*)me.p.head_scale)[token] * shared().scale[row] : 1.0f;
+      const float logit = c[2 * half + i] * scale;
+      if (me.p.logits) ((float*)me.p.logits)[(long long)row * ALL.of[HEAD].rows + token] = logit;
+      const u64 choice = token < me.p.vocab_limit ? choice_of(logit, token) : 0;
+      if (choice > best[i]) best[i] = choice;
+    }
+  }
+}
+
+DEVICE void finish(Self& me) {
+#pragma unroll 1
+  for (int step = 0; step < me.p.steps; step++) {
+    const Turn turn = turn_of(me.p, step);
+    const Shape& o = all_shapes.of[O];
+    const int groups = share_of(o, me.block), sixteenths = o.group / 16;
+    me.phase = 0;
+    if (step) {  // the tokens are known
+      if (me.lane == 0) wait_for_blocks(me);
+      sync_warp();
+    }
+    for (int own = me.warp & 1; own < groups * sixteenths; own += 2) {
+      const int block = (own / sixteenths * BLOCKS + me.block) * sixteenths + own % sixteenths;
+      for (int column = 0; column < COLUMN_TILES; column++) {
+        float* kept = shared().residual[(own * COLUMN_TILES + column) * 32 + me.lane];
+        for (int i = 0; i < 4; i++) {
+          const int row = column * 8 + 2 * me.t + i % 2, feature = block * 16 + i / 2 * 8 + me.g;
+          const u16* h = (const u16*)me.p.embedding + feature;
+          kept[i] = row < turn.count ? bf16_to_float(h[(long long)token_of(me.p, turn, row) * HIDDEN]) : 0.0f;
+        }
+      }
+    }
+    sync_some<2, 64>();
+#pragma unroll 1
+    for (int layer = 0; layer < me.p.layers; layer++) {
+#pragma unroll 1
+      for (int matrix = QKV; matrix <= DOWN; matrix++) {
+        const Shape& m = all_shapes.of[matrix];
+        me.phase = layer * 4 + matrix;
+        if (matrix == O || (matrix != DOWN && m.streamed)) me.barrier++;  // that the consumers arrive at
+        drain(me, m, [&](int block, int own, int column, const float* c) {
+          if (matrix == QKV) put_qkv(me, turn, layer, block, column, c);
+          if (matrix == O || matrix == DOWN) put_residual(me, turn, layer, matrix, block, own, column, c);
+          if (matrix == GATE_UP) put_gated(me, turn, layer, block, column, c);
+        });
+        if (matrix == O || matrix == DOWN) put_squares(me, turn, groups * sixteenths);
+        made(me, share_of(m, me.block));
+      }
+    }
+    me.phase = me.p.layers * 4;
+    if (all_shapes.of[HEAD].streamed) me.barrier++;
+    u64 best[COLUMN_TILES][2] = {};
+    drain(me, all_shapes.of[HEAD], [&](int block, int, int column, const float* c) {
+      put_logits(me, turn, block, column, c, best[column]);
+    });
+#pragma unroll
+    for (int column = 0; column < COLUMN_TILES; column++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        u64 choice = best[column][i];
+#pragma unroll
+        for (int lanes = 4; lanes < 32; lanes <<= 1) {
+          const u64 other = (u64)shuffle((u32)(choice >> 32), lanes) << 32 | shuffle((u32)choice, lanes);
+          choice = other > choice ? other : choice;
+        }
+        const int row = column * 8 + 2 * me.t + i;
+        if (me.g == 0 && row < turn.count && choice) raise_to(choices_at(me.p, step) + row, choice);
+      }
+    made(me, share_of(all_shapes.of[HEAD], me.block));
+  }
+  if (me.block || me.warp != 18) return;  // one warp of one block tells what was chosen
+  if (me.lane == 0) wait_for_blocks(me);
+  sync_warp();
+  for (int step = 0; step < me.p.steps; step++) {
+    const Turn turn = turn_of(me.p, step);
+    if (me.lane >= turn.count) continue;
+    const u64 choice = far_u64(choices_at(me.p, step) + me.lane);
+    const int rows = turn.rows, sequence = me.lane / rows;
+    int* out = (int*)me.p.choices;
+    if (me.p.is_chain) {
+      if (me.lane % rows == rows - 1) out[step * me.p.sequences + sequence] = token_of_choice(me.p, choice);
+    } else {
+      out[me.lane] = token_of_choice(me.p, choice);
+      if (is_no_number(choice)) ((int*)me.p.damage)[me.lane / me.p.damage_rows] = 1;
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------------------------------------ the kernel
+
+KERNEL step(PARAMETERS p) {
+  Shared& s = shared();
+  Self me = {p};
+  me.tid = thread_index(), me.block = block_index();
+  me.warp = first_lane(me.tid >> 5), me.lane = me.tid & 31, me.g = me.lane >> 2, me.t = me.lane & 3;
+  if (me.tid == 0) {
+    for (int i = 0; i < STAGES; i++) {
+      barrier_init(shared_address(&s.full[i]), 2);    // producer and loader
+      barrier_init(shared_address(&s.empty[i]), 16);  // consumer warps
+    }
+    for (int i = 0; i < 2; i++) {
+      barrier_init(shared_address(&s.slab_full[i]), 16);
+      barrier_init(shared_address(&s.slab_free[i]), 2);  // epilogue warps
+    }
+    barrier_init_done();
+    order_copies();
+    s.is_lost = read_volatile((const int*)p.trouble);
+  }
+  sync_block();
+  if (s.is_lost) return;
+  if (me.warp < 16) {
+    consume(me);
+  } else if (me.warp == 16) {
+    if (me.lane == 0) produce(me);
+  } else if (me.warp == 17) {
+    if (me.lane == 0) load(me);
+  } else {
+    finish(me);
+  }
+}
