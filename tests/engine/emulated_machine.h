@@ -145,6 +145,8 @@ DEVICE int block_index() { return (int)(emulated::current->block - emulated::blo
 DEVICE u8* shared_base() { return emulated::current->block->memory.data(); }
 DEVICE u32 shared_address(const void* p) { return (u32)((const u8*)p - shared_base()); }
 
+DEVICE u64 nanoseconds() { return emulated::switches * 10; }
+DEVICE u64 cycles() { return emulated::switches * 20; }
 DEVICE int read_volatile(const int* p) { return *p; }
 template <class Test>
 DEVICE int await(Test test, const int* trouble) {

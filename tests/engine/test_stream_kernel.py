@@ -12,7 +12,9 @@ from tutorial_lib.config import SamplingParams
 from tutorial_lib.engine.drafting import DeviceTree
 from tutorial_lib.engine.gpu_model import PAGE
 from tutorial_lib.engine.stream import steps
+from tutorial_lib.engine.stream.clock import timed
 from tutorial_lib.engine.stream.launch import LaunchShape, StreamError
+from tutorial_lib.show.timeline import timeline_table
 
 PROMPT = 70  # tokens: more than a page
 TINY = "dummy:tiny-llama?seed=5"
@@ -209,3 +211,15 @@ def test_a_block_that_never_comes_ends_the_launch_and_later_ones_return_at_once(
 def test_source_and_machine_are_one_text_with_the_parameters_between():
     source = steps.kernel_source()
     assert source.index("mbarrier.init") < source.index("struct Params") < source.index("KERNEL step(")
+
+
+def test_the_phase_clock_tells_of_every_phase_in_order():
+    own = pair("llama", rows=(16,))[1]
+    text = random_ids(PROMPT + 2)
+    pages = prompted([own], text)[0]
+    record = timed(own.steps, lambda: pages.logits(text[PROMPT:], PROMPT))
+    spans = record["spans"]
+    assert len(spans) == 7 * len(own.layers) + 1 and spans[-1]["phase"] == "head"
+    assert all(span["waits_us"] <= span["starts_us"] <= span["ends_us"] for span in spans)
+    assert [row["times"] for row in timeline_table(record).rows] == [4, 2, 2, 2, 2, 2, 1]
+    assert own.steps.clock is None

@@ -262,10 +262,37 @@ def time_target(part: str) -> Iterable[Row]:
             f"{ms:.3f} ms, {rate:.2f} TB/s = {rate / ceiling:.1%} of the ceiling, {ms / ours[1]:.3f} x 1 row{beside}"
         )
         yield Row(part, f"70B step, {rows} rows", value, {1: 1e3 / ms >= 58.7, 11: ms / ours[1] <= 1.09}.get(rows))
+    for rows in (1, 11):
+        yield from _clock_rows(part, target, rows)
     drafter = to_stream(make_model("dummy:llama-3.2-1b", True)[0], keeps_reader=False)
     yield from _time_round(part, target, drafter)
     del target, drafter
     torch.cuda.synchronize()
+
+
+def _clock_rows(part: str, model: Any, rows: int, context: int = 600) -> Iterable[Row]:
+    """Where a step's time goes, by the kernel's own clock."""
+    import torch
+
+    from ...show.timeline import timeline_table
+    from .clock import timed
+
+    def ints(*values: int) -> Any:
+        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+    table = torch.arange(model.pages - 1, dtype=torch.int32, device=DEVICE)[None]
+    tokens, best, length, slot, damage = ints(*range(rows)), ints(*range(rows)), ints(context), ints(0), ints(0)
+
+    def launch() -> None:
+        model.choose(tokens, table, length, slot, rows, best, damage=damage, needs_logits=False)
+
+    launch()
+    record = timed(model.steps, launch)
+    count = model.steps.layers
+    for row in timeline_table(record).rows:
+        each = f"waits {row['waits, µs'] / count:.2f} us, works {row['works, µs'] / count:.2f} us"
+        yield Row(part, f"clock, {rows} rows: {row['phase']}", f"{each} a layer, {row['share of the launch, %']:.1f}%")
+    yield Row(part, f"clock, {rows} rows: launch", f"{record['launch_us']:.0f} us")
 
 
 def time_drafter(part: str) -> Iterable[Row]:
@@ -279,6 +306,7 @@ def time_drafter(part: str) -> Iterable[Row]:
     lone, each = step_ms(drafter, (1,))[1], chain_ms(drafter, 10) / 10
     yield Row(part, "1B step alone", f"{lone:.3f} ms, Triton's {triton:.3f}")
     yield Row(part, "1B step, 10 in a launch", f"{each:.3f} ms, {size / each / 1e9:.2f} TB/s", each <= 0.52)
+    yield from _clock_rows(part, drafter, 1)
 
 
 def time_embedded_shape(part: str) -> Iterable[Row]:
@@ -293,6 +321,7 @@ def time_embedded_shape(part: str) -> Iterable[Row]:
         beside = f", Triton's {triton[rows]:.3f}" if rows in triton else ""
         yield Row(part, f"135M step, {rows} rows", f"{ms:.3f} ms{beside}", ms < triton.get(rows, ms + 1))
     yield Row(part, "its draft of 4 in a launch", f"{chain_ms(drafter, 4):.3f} ms")
+    yield from _clock_rows(part, target, 1)
 
 
 def chain_ms(model: Any, k: int, context: int = 600) -> float:

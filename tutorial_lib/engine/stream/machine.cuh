@@ -27,6 +27,12 @@ DEVICE u64 nanoseconds() {
   return t;
 }
 
+DEVICE u64 cycles() {  // of this processor
+  u64 t;
+  asm volatile("mov.u64 %0, %clock64;" : "=l"(t));
+  return t;
+}
+
 DEVICE int read_volatile(const int* p) {
   int v;
   asm volatile("ld.volatile.global.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");

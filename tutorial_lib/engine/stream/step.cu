@@ -150,6 +150,19 @@ DEVICE T* scratch(const Params& p, int at) {
   return (T*)(p.scratch + at);
 }
 
+// The phase clock, off unless there is a place for it: 16 cycle counts for each layer and the head, of the last step, per
+// block, as its first consumer thread saw them.
+enum Stamp {
+  QKV_WAITS, QKV_NORM, QKV_STARTS, QKV_ENDS, O_WAITS, O_ATTENDS, O_MERGES, O_STARTS, O_ENDS,
+  GATE_UP_WAITS, GATE_UP_NORM, GATE_UP_STARTS, GATE_UP_ENDS, DOWN_STARTS, DOWN_ENDS, STAMPS = 16,
+  HEAD_WAITS = 0, HEAD_NORM, HEAD_STARTS, HEAD_ENDS, BEGIN_CYCLES = 12, BEGIN_NS, END_CYCLES, END_NS  // of "layer" `layers`
+};
+DEVICE void stamp(const Self& me, int layer, int which, bool is_ns = false) {
+  if (!me.p.clock || me.tid) return;
+  u64* at = (u64*)me.p.clock + (me.block * (me.p.layers + 1) + layer) * STAMPS + which;
+  *at = is_ns ? nanoseconds() : cycles();
+}
+
 // ------------------------------------------------------------------------------------------------- what was chosen
 
 // One word that is larger for a larger logit, and among equal ones for the smaller row of the head. No number counts as
@@ -336,7 +349,10 @@ DEVICE void normalize(Self& me, const Turn& turn, int layer) {
   constexpr Shape m = ALL.of[M];
   static_assert(!(m.streamed && M == HEAD && HAS_FP8_HEAD), "a row's scale needs the whole row");
   const bool is_first = M == QKV && layer == 0;
+  constexpr int CLOCK = M == HEAD ? HEAD_WAITS : M == QKV ? QKV_WAITS : GATE_UP_WAITS;
+  stamp(me, layer, CLOCK);
   consumers_wait_for_blocks(me);
+  stamp(me, layer, CLOCK + 1);
   if (!m.streamed && share_of(m, me.block) == 0) return;
   find_inverses(me, turn, is_first);
   const int norm = M == HEAD ? 2 * me.p.layers : 2 * layer + (M == GATE_UP);
@@ -832,16 +848,24 @@ DEVICE void consume(Self& me) {
         if (matrix == QKV) normalize<QKV>(me, turn, layer);
         if (matrix == GATE_UP) normalize<GATE_UP>(me, turn, layer);
         if (matrix == O) {
+          stamp(me, layer, O_WAITS);
           consumers_wait_for_blocks(me);
+          stamp(me, layer, O_ATTENDS);
           attend(me, turn, layer);
+          stamp(me, layer, O_MERGES);
           merge(me, turn, layer);
         }
+        const int starts = matrix == QKV ? QKV_STARTS : matrix == O ? O_STARTS : matrix == GATE_UP ? GATE_UP_STARTS : DOWN_STARTS;
+        stamp(me, layer, starts);
         layer_product(me, matrix);
+        stamp(me, layer, starts + 1);
       }
     }
     me.phase = me.p.layers * 4;
     normalize<HEAD>(me, turn, me.p.layers);
+    stamp(me, me.p.layers, HEAD_STARTS);
     multiply<ALL.of[HEAD].group, ALL.of[HEAD].width, HAS_FP8_HEAD>(me, all_shapes.of[HEAD]);
+    stamp(me, me.p.layers, HEAD_ENDS);
     me.barrier++;
   }
 }
@@ -1187,7 +1211,11 @@ KERNEL step(PARAMETERS p) {
   sync_block();
   if (s.is_lost) return;
   if (me.warp < 16) {
+    stamp(me, p.layers, BEGIN_CYCLES);
+    stamp(me, p.layers, BEGIN_NS, true);
     consume(me);
+    stamp(me, p.layers, END_CYCLES);
+    stamp(me, p.layers, END_NS, true);
   } else if (me.warp == 16) {
     if (me.lane == 0) produce(me);
   } else if (me.warp == 17) {

@@ -64,11 +64,20 @@ class LaunchedSteps:
         self.kernels, self.head_rows, self.trouble, self.explain = dict(kernels), head_rows, trouble, words
         self.report, self._zeroed, self._params = report, tuple(zeroed), params
         self.weights: PackedWeights | None = None  # kept for its memory, whose addresses are in `constants`
+        self.clock: torch.Tensor | None = None  # where launches put their phase clock, see `clock.timed`
         self._constants, self._known = dict(constants), {name for name, *_ in params._fields_}  # type: ignore[misc]
         self._drafts = torch.zeros(STREAM_ROWS * 2 * STREAM_ROWS, dtype=torch.int32, device=trouble.device)
         self._no_damage = torch.zeros(1, dtype=torch.int32, device=trouble.device)
         if unknown := sorted(set(constants) - self._known):
             raise TypeError(f"{params.__name__} has no field {unknown[0]!r}")
+
+    @property
+    def layers(self) -> int:
+        return int(self._constants["layers"])
+
+    @property
+    def blocks(self) -> int:
+        return max(kernel.shape.grid for kernel in self.kernels.values())
 
     def step(
         self,
@@ -122,7 +131,7 @@ class LaunchedSteps:
         if bucket is None:
             raise OptionError(f"a launch has {count} rows", f"at most {max(self.kernels)}", GO_ON)
         params = self._params()
-        for name, value in {**self._constants, **given}.items():
+        for name, value in {**self._constants, **given, "clock": self.clock}.items():
             setattr(params, name, _plain(name, value))
         for tensor in self._zeroed:
             tensor.zero_()
