@@ -76,9 +76,9 @@ def input_bytes(matrix: Matrix, rows: int) -> int:
 
 
 def attention_bytes(config: ModelConfig, rows: int) -> int:
-    """Of the queries of `rows` rows that share one head of keys, and of a page of keys or values, in bf16."""
+    """Of the queries of `rows` rows that share one head of keys, and of a page of keys and of values, in bf16."""
     lines = -(-rows * (config.num_heads // config.num_kv_heads) // 16) * 16
-    return (lines + PAGE) * (2 * config.head_dim + 16)
+    return (lines + 2 * PAGE) * (2 * config.head_dim + 16)
 
 
 def bucket(plan: Plan, config: ModelConfig, formats: Formats, rows: int) -> Bucket:

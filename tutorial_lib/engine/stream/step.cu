@@ -279,7 +279,7 @@ template <int M, bool IS_SEARCH>
 DEVICE void norm_into_area(Self& me, const Turn& turn, bool is_first, const u16* weight, float factor) {
   typedef Input<M> In;
   constexpr Shape m = In::m;
-  constexpr int BATCH = 4;                                                           // loads in flight
+  constexpr int BATCH = least(ROWS, 3);                                                           // loads in flight
   constexpr int ABREAST = In::UNITS >= CONSUMERS ? 1 : CONSUMERS / In::UNITS;        // rows that the threads take at once
   Shared& s = shared();
   const int first = ABREAST > 1 ? me.tid / In::UNITS : 0;
@@ -494,7 +494,7 @@ DEVICE void layer_product(Self& me, int matrix) {
 
 constexpr int QUERY_ROWS = up_to(ROWS * QUERIES, 16);  // rows of the step times heads, of one head of keys
 constexpr int LINE = HEAD_DIM * 2 + 16;                // bytes from one row to the next in shared memory: no conflicts
-static_assert(QUERY_ROWS * LINE + PAGE * LINE <= AREA_BYTES, "queries and a page of keys");
+static_assert((QUERY_ROWS + 2 * PAGE) * LINE <= AREA_BYTES, "queries, and a page of keys and of values");
 constexpr float NEVER = -1e30f;
 
 // 4 rotary pairs of one row of one head, 4 i ... and HALF further: normed (Qwen3), rotated. Lanes i = 0 ... HEAD_DIM / 8 - 1
@@ -627,7 +627,6 @@ DEVICE void finish_queries(Self& me, const Turn& turn, int layer, const Page& pa
 
 // A warp's task: 16 lines of queries against all keys of the page, then a part of the head's width of the values.
 constexpr int WIDE = HEAD_DIM % 32 == 0 ? 32 : 16, PARTS = HEAD_DIM / WIDE, KEY_TILES = PAGE / 8;
-constexpr int WARP_TASKS = (QUERY_ROWS / 16 * PARTS + 15) / 16;  // of one warp, at most
 
 DEVICE void scores_of(Self& me, const Turn& turn, int layer, const Page& page, const u8* queries, const u8* keys, int tile,
                       u32 weights[KEY_TILES][2], float peak[2], float total[2]) {
@@ -725,7 +724,7 @@ DEVICE u32* attention_counter(const Params& p, int pair) { return (u32*)p.counte
 // Every page of every sequence and head of keys is one unit of work, and whatever page a key lies in decides alone with
 // which others it is added up: not how many rows or blocks there are.
 DEVICE void attend(Self& me, const Turn& turn, int layer) {
-  u8 *queries = shared_base() + AREA, *keys = queries + QUERY_ROWS * LINE;
+  u8 *queries = shared_base() + AREA, *keys = queries + QUERY_ROWS * LINE, *values = keys + PAGE * LINE;
   const int tiles = (turn.rows * QUERIES + 15) / 16;
   int before = 0;
 #pragma unroll 1
@@ -744,23 +743,16 @@ DEVICE void attend(Self& me, const Turn& turn, int layer) {
       read_page(me, page, page.cache + KV_HEADS * HEAD_PAGE_BYTES, v);
       finish_queries(me, turn, layer, page, queries);
       keep_page(me, page, k, keys);
+      keep_page(me, page, v, values);
       finish_rows<false>(me, turn, layer, page, keys);
+      finish_rows<true>(me, turn, layer, page, values);
       sync_consumers();
-      u32 weights[WARP_TASKS][KEY_TILES][2];
-      float peak[WARP_TASKS][2], total[WARP_TASKS][2];
-#pragma unroll
-      for (int i = 0; i < WARP_TASKS; i++)
-        if (me.warp + 16 * i < tiles * PARTS)
-          scores_of(me, turn, layer, page, queries, keys, (me.warp + 16 * i) / PARTS, weights[i], peak[i], total[i]);
-      sync_consumers();
-      keep_page(me, page, v, keys);
-      finish_rows<true>(me, turn, layer, page, keys);
-      sync_consumers();
-#pragma unroll
-      for (int i = 0; i < WARP_TASKS; i++) {
-        const int task = me.warp + 16 * i;
-        if (task < tiles * PARTS)
-          values_of(me, turn, layer, page, keys, task / PARTS, task % PARTS, weights[i], peak[i], total[i]);
+#pragma unroll 1
+      for (int task = me.warp; task < tiles * PARTS; task += 16) {
+        u32 weights[KEY_TILES][2];
+        float peak[2], total[2];
+        scores_of(me, turn, layer, page, queries, keys, task / PARTS, weights, peak, total);
+        values_of(me, turn, layer, page, values, task / PARTS, task % PARTS, weights, peak, total);
       }
       sync_consumers();
       if (me.tid == 0) add_release(attention_counter(me.p, sequence * KV_HEADS + page.head));
