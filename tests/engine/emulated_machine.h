@@ -149,10 +149,11 @@ DEVICE u64 nanoseconds() { return emulated::switches * 10; }
 DEVICE u64 cycles() { return emulated::switches * 20; }
 DEVICE int read_volatile(const int* p) { return *p; }
 template <class Test>
-DEVICE int await(Test test, const int* trouble) {
-  if (test()) return 0;
-  if (!emulated::leave([=] { return test() || *trouble; }, true)) return 2;
-  return test() ? 0 : 1;
+DEVICE bool await(Test test, int* trouble, int what, int phase, int block, int which) {
+  if (test()) return true;
+  if (emulated::leave([=] { return test() || *trouble; }, true)) return test();
+  if (*trouble == 0) trouble[0] = what, trouble[1] = phase, trouble[2] = block, trouble[3] = which;
+  return false;
 }
 DEVICE void pause_us(int) {
   emulated::Block* block = emulated::current->block;
@@ -202,11 +203,6 @@ DEVICE void order_copies() {}
 
 DEVICE void add_release(u32* counter) { ++*counter; }
 DEVICE u32 read_acquire(const u32* counter) { return *counter; }
-DEVICE int swap_if(int* at, int expected, int value) {
-  const int old = *at;
-  if (old == expected) *at = value;
-  return old;
-}
 DEVICE void raise_to(u64* at, u64 value) { *at = std::max(*at, value); }
 DEVICE void raise_shared(u32* at, u32 value) { *at = std::max(*at, value); }
 template <class T>

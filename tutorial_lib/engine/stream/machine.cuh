@@ -39,20 +39,31 @@ DEVICE int read_volatile(const int* p) {
   return v;
 }
 
-// Poll until `test()`. 0: it came; 1: another thread gave up meanwhile (*trouble is set); 2: it took too long.
-template <class Test>
-DEVICE int await(Test test, const int* trouble) {
-  u32 polls = 0;
-  u64 start = 0;
-  while (!test()) {
-    if ((++polls & 1023) == 0) {
-      if (read_volatile(trouble)) return 1;
-      const u64 now = nanoseconds();
-      if (!start) start = now;
-      if (now - start > LONGEST_WAIT_NS) return 2;
-    }
+// After many polls in vain: since when, or GAVE_UP if it took too long, which `trouble` then says, or others gave up. Not
+// inlined: a wait should be short where it is short.
+#define GAVE_UP (~0ull)
+__device__ __noinline__ u64 patience(int* trouble, u64 since, int what, int phase, int block, int which) {
+  if (read_volatile(trouble)) return GAVE_UP;
+  const u64 now = nanoseconds();
+  if (!since) return now;
+  if (now - since <= LONGEST_WAIT_NS) return since;
+  if (atomicCAS(trouble, 0, what) == 0) {
+    trouble[1] = phase;
+    trouble[2] = block;
+    trouble[3] = which;
   }
-  return 0;
+  return GAVE_UP;
+}
+// Poll until `test()`; false if it, or another thread, gave up.
+template <class Test>
+DEVICE bool await(Test test, int* trouble, int what, int phase, int block, int which) {
+  u64 since = 0;
+  for (u32 polls = 1; !test(); polls++)
+    if ((polls & 1023) == 0) {
+      since = patience(trouble, since, what, phase, block, which);
+      if (since == GAVE_UP) return false;
+    }
+  return true;
 }
 
 DEVICE void pause_us(int us) {
@@ -119,7 +130,6 @@ DEVICE u32 read_acquire(const u32* counter) {
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(counter) : "memory");
   return v;
 }
-DEVICE int swap_if(int* at, int expected, int value) { return atomicCAS(at, expected, value); }
 DEVICE void raise_to(u64* at, u64 value) { atomicMax(at, value); }
 DEVICE void raise_shared(u32* at, u32 value) { atomicMax(at, value); }
 

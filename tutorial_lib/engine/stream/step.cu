@@ -113,16 +113,7 @@ enum Wait { FOR_BLOCKS = 1, FOR_A_TILE, FOR_ROOM_IN_THE_RING, FOR_SUMS, FOR_ROOM
 
 template <class Test>
 DEVICE void wait(Self& me, Wait what, u32 which, Test test) {
-  if (me.lost) return;
-  int* trouble = (int*)me.p.trouble;
-  const int how = await(test, trouble);
-  if (how == 0) return;
-  me.lost = true;
-  if (how == 2 && swap_if(trouble, 0, what) == 0) {
-    trouble[1] = me.phase;
-    trouble[2] = me.block;
-    trouble[3] = which;
-  }
+  if (!me.lost) me.lost = !await(test, (int*)me.p.trouble, what, me.phase, me.block, which);
 }
 DEVICE void wait_for_blocks(Self& me) {
   const u32* counter = (const u32*)me.p.counters;
@@ -209,20 +200,22 @@ DEVICE void begin_turn(Self& me, const Turn& turn) {
 
 // --------------------------------------------------------------------------------------- 1. the norm, by every block
 
-DEVICE const u16* source_of(const Params& p, bool is_first, int row) {
-  if (is_first) return (const u16*)p.embedding + (long long)shared().token[row] * HIDDEN;
-  return scratch<const u16>(p, AT_H) + row * HIDDEN;
+DEVICE const uint4* source_of(const Params& p, bool is_first, int row) {
+  if (is_first) return (const uint4*)((const u16*)p.embedding + (long long)shared().token[row] * HIDDEN);
+  return (const uint4*)(scratch<const u16>(p, AT_H) + row * HIDDEN);
 }
 
-// rows x 1 / root mean square, from what the owners of h left, or from the embeddings themselves.
+// 1 / root mean square of every row, from what the owners of h left, or from the embeddings themselves.
 DEVICE void find_inverses(Self& me, const Turn& turn, bool is_first) {
   Shared& s = shared();
   constexpr int OWNERS = least(BLOCKS, ALL.of[O].groups);
+#pragma unroll 1
   for (int row = me.warp; row < turn.count; row += 16) {
     float sum = 0;
     if (is_first) {
-      const u16* h = source_of(me.p, true, row);
-      for (int i = me.lane * 8; i < HIDDEN; i += 256) {
+      const uint4* h = source_of(me.p, true, row);
+#pragma unroll 1
+      for (int i = me.lane; i < HIDDEN / 8; i += 32) {
         const uint4 w = far_words(h + i);
         const u32 words[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
@@ -233,7 +226,14 @@ DEVICE void find_inverses(Self& me, const Turn& turn, bool is_first) {
       }
     } else {
       const float* sums = scratch<const float>(me.p, AT_SQUARES) + row * BLOCKS;
-      for (int i = me.lane; i < OWNERS; i += 32) sum += far_float(sums + i);
+      float part[(OWNERS + 31) / 32];
+#pragma unroll
+      for (int i = 0; i < (OWNERS + 31) / 32; i++) {
+        const int owner = me.lane + 32 * i;
+        part[i] = owner < OWNERS ? far_float(sums + owner) : 0.0f;
+      }
+#pragma unroll
+      for (int i = 0; i < (OWNERS + 31) / 32; i++) sum += part[i];
     }
 #pragma unroll
     for (int lanes = 16; lanes; lanes >>= 1) sum += shuffle(sum, lanes);
@@ -257,122 +257,99 @@ DEVICE void normed(float* out, const uint4& h, const uint4& weight, float invers
 DEVICE u32 four_fp8(const float* v, float factor) {
   return (u32)two_fp8(v[0] * factor, v[1] * factor) | (u32)two_fp8(v[2] * factor, v[3] * factor) << 16;
 }
-
-// 16 bytes of product M's input: 16 FP8 or 8 bf16 values.
-template <int M>
-struct Input {
-  static constexpr Shape m = ALL.of[M];
-  static constexpr bool IS_FP8_INPUT = M == HEAD ? HAS_FP8_HEAD : HAS_FP8;
-  static constexpr int WORDS = IS_FP8_INPUT ? 2 : 1;  // uint4 of 8 bf16 values of h that it takes
-  static constexpr int UNITS = m.tiles * m.pieces() * m.width / 16, REAL = m.k_bytes / 16;  // beyond are zeros
-};
-template <int M>
+template <bool TO_FP8>
 DEVICE uint4 packed(const float* v, float factor) {
-  if constexpr (Input<M>::IS_FP8_INPUT)
+  if constexpr (TO_FP8)
     return {four_fp8(v, factor), four_fp8(v + 4, factor), four_fp8(v + 8, factor), four_fp8(v + 12, factor)};
   else
     return {two_bf16(v[0], v[1]), two_bf16(v[2], v[3]), two_bf16(v[4], v[5]), two_bf16(v[6], v[7])};
 }
 
-// All rows into shared memory. IS_SEARCH: only each row's largest value, from which an FP8 head takes its scale.
-template <int M, bool IS_SEARCH>
-DEVICE void norm_into_area(Self& me, const Turn& turn, bool is_first, const u16* weight, float factor) {
-  typedef Input<M> In;
-  constexpr Shape m = In::m;
-  constexpr int BATCH = least(ROWS, 3);                                                           // loads in flight
-  constexpr int ABREAST = In::UNITS >= CONSUMERS ? 1 : CONSUMERS / In::UNITS;        // rows that the threads take at once
+// The input of a product, in units of 16 bytes (16 FP8 or 8 bf16 values) of a row: into shared memory, or, where that has
+// no room for it, each block a part into global memory, from where the loader brings it along with the tiles; then one
+// more barrier lies behind. An FP8 head takes a scale of each row's largest value: first pass.
+template <bool TO_FP8>
+DEVICE void normalize(Self& me, const Turn& turn, const Shape& m, bool is_first, bool is_head, const u16* weight, float factor) {
+  constexpr int WORDS = TO_FP8 ? 2 : 1;     // uint4 of 8 bf16 values that make a unit
+  constexpr int BATCH = least(ROWS, 3);     // loads in flight
+  constexpr bool FINDS_SCALE = TO_FP8 && HAS_FP8_HEAD;
   Shared& s = shared();
-  const int first = ABREAST > 1 ? me.tid / In::UNITS : 0;
-  if (first >= ABREAST) return;
-  for (int unit = ABREAST > 1 ? me.tid % In::UNITS : me.tid; unit < In::UNITS; unit += CONSUMERS) {
-    uint4 w[In::WORDS] = {};
+  const int units = m.tiles * m.pieces() * m.width / 16, real = m.k_bytes / 16;  // beyond are zeros, as in the weights
+  const int threads = m.streamed ? BLOCKS * CONSUMERS : CONSUMERS, own = m.streamed ? me.block + BLOCKS * me.tid : me.tid;
+  const int abreast = most(1, threads / units);  // rows that the threads take at once
+  const int first = own / units, start_unit = abreast > 1 ? own % units : own;
+  u8* const to = m.streamed ? scratch<u8>(me.p, AT_NORMED) : shared_base() + AREA;
+  uint4 w[WORDS], h[BATCH][WORDS];
+  const auto load = [&](int unit, int row) {
 #pragma unroll
-    for (int i = 0; i < In::WORDS; i++)
-      if (unit < In::REAL) w[i] = *((const uint4*)weight + unit * In::WORDS + i);
-#pragma unroll 1
-    for (int start = first; start < turn.count; start += ABREAST * BATCH) {
-      uint4 h[BATCH][In::WORDS] = {};
+    for (int b = 0; b < BATCH; b++)
 #pragma unroll
-      for (int b = 0; b < BATCH; b++) {
-        const int row = start + b * ABREAST;
-        if (row >= turn.count || unit >= In::REAL) continue;
-#pragma unroll
-        for (int i = 0; i < In::WORDS; i++)
-          h[b][i] = far_words((const uint4*)source_of(me.p, is_first, row) + unit * In::WORDS + i);
+      for (int i = 0; i < WORDS; i++) {
+        h[b][i] = {0, 0, 0, 0};
+        if (row + b * abreast < turn.count && unit < real)
+          h[b][i] = far_words(source_of(me.p, is_first, row + b * abreast) + unit * WORDS + i);
       }
+  };
+  const bool is_busy = first < abreast && start_unit < units;
+  if (is_busy) load(start_unit, first);
+  find_inverses(me, turn, is_first);
+#pragma unroll 1
+  for (int pass = FINDS_SCALE && is_head ? 0 : 1; pass < 2; pass++) {
+#pragma unroll 1
+    for (int unit = start_unit; is_busy && unit < units; unit += threads) {
 #pragma unroll
-      for (int b = 0; b < BATCH; b++) {
-        const int row = start + b * ABREAST;
-        if (row >= turn.count) continue;
-        float v[8 * In::WORDS];
+      for (int i = 0; i < WORDS; i++) {
+        w[i] = {0, 0, 0, 0};
+        if (unit < real) w[i] = *((const uint4*)weight + unit * WORDS + i);
+      }
+      u8* const at = to + activation_at(m, unit * 16, 0);
+#pragma unroll 1
+      for (int row = first; row < turn.count; row += abreast * BATCH) {
+        if (unit != start_unit || row != first || (FINDS_SCALE && is_head && pass)) load(unit, row);
 #pragma unroll
-        for (int i = 0; i < In::WORDS; i++) normed(v + 8 * i, h[b][i], w[i], s.inverse[row]);
-        if constexpr (IS_SEARCH) {
-          float peak = 0;
+        for (int b = 0; b < BATCH; b++) {
+          const int here = row + b * abreast;
+          if (here >= turn.count) continue;
+          float v[8 * WORDS];
 #pragma unroll
-          for (int i = 0; i < 8 * In::WORDS; i++) peak = fmaxf(peak, fabsf(v[i]));
-          raise_shared(&s.peak[row], bits_of(peak));
-        } else {
-          const float f = M == HEAD && HAS_FP8_HEAD ? 1.0f / s.scale[row] : factor;
-          *(uint4*)(shared_base() + AREA + activation_at(m, unit * 16, row)) = packed<M>(v, f);
+          for (int i = 0; i < WORDS; i++) normed(v + 8 * i, h[b][i], w[i], s.inverse[here]);
+          if (FINDS_SCALE && pass == 0) {
+            float peak = 0;
+#pragma unroll
+            for (int i = 0; i < 8 * WORDS; i++) peak = fmaxf(peak, fabsf(v[i]));
+            raise_shared(&s.peak[here], bits_of(peak));
+          } else {
+            *(uint4*)(at + here * 16) = packed<TO_FP8>(v, FINDS_SCALE && is_head ? 1.0f / s.scale[here] : factor);
+          }
         }
       }
     }
-  }
-}
-
-// A part of all rows into global memory.
-template <int M>
-DEVICE void norm_published(Self& me, const Turn& turn, bool is_first, const u16* weight, float factor) {
-  typedef Input<M> In;
-  constexpr Shape m = In::m;
-#pragma unroll 1
-  for (int i = me.block + BLOCKS * me.tid; i < In::UNITS * turn.count; i += BLOCKS * CONSUMERS) {
-    const int row = i / In::UNITS, unit = i % In::UNITS;
-    float v[8 * In::WORDS] = {};
-    if (unit < In::REAL) {
-#pragma unroll
-      for (int j = 0; j < In::WORDS; j++) {
-        const int at = unit * In::WORDS + j;
-        normed(v + 8 * j, far_words((const uint4*)source_of(me.p, is_first, row) + at), *((const uint4*)weight + at),
-               shared().inverse[row]);
-      }
+    if (FINDS_SCALE && pass == 0) {
+      sync_consumers();
+      if (me.tid < turn.count) s.scale[me.tid] = fmaxf(float_of(s.peak[me.tid]), 1e-6f) * (1.0f / 448);
+      sync_consumers();
     }
-    *(uint4*)(scratch<u8>(me.p, AT_NORMED) + activation_at(m, unit * 16, row)) = packed<M>(v, factor);
   }
-}
-
-// The input of product M: into shared memory, or, where that has no room for it, each block a part of it into global
-// memory, from where the loader brings it along with the tiles: then one more barrier lies behind.
-template <int M>
-DEVICE void normalize(Self& me, const Turn& turn, int layer) {
-  constexpr Shape m = ALL.of[M];
-  static_assert(!(m.streamed && M == HEAD && HAS_FP8_HEAD), "a row's scale needs the whole row");
-  const bool is_first = M == QKV && layer == 0;
-  constexpr int CLOCK = M == HEAD ? HEAD_WAITS : M == QKV ? QKV_WAITS : GATE_UP_WAITS;
-  stamp(me, layer, CLOCK);
-  consumers_wait_for_blocks(me);
-  stamp(me, layer, CLOCK + 1);
-  if (!m.streamed && share_of(m, me.block) == 0) return;
-  find_inverses(me, turn, is_first);
-  const int norm = M == HEAD ? 2 * me.p.layers : 2 * layer + (M == GATE_UP);
-  const u16* weight = (const u16*)me.p.norms + (long long)norm * HIDDEN;
-  float factor = 1;
-  if constexpr (M == HEAD && HAS_FP8_HEAD) {
-    norm_into_area<M, true>(me, turn, is_first, weight, 1);
-    sync_consumers();
-    if (me.tid < turn.count) shared().scale[me.tid] = fmaxf(float_of(shared().peak[me.tid]), 1e-6f) * (1.0f / 448);
-    sync_consumers();
-  } else if constexpr (M != HEAD && HAS_FP8) {
-    factor = 1.0f / ((const float*)me.p.input_scales)[layer * 4 + M];
-  }
-  if constexpr (m.streamed)
-    norm_published<M>(me, turn, is_first, weight, factor);
-  else
-    norm_into_area<M, false>(me, turn, is_first, weight, factor);
   order_copies();
   sync_consumers();
-  if constexpr (m.streamed) {
+}
+static_assert(!(HAS_FP8_HEAD && ALL.of[HEAD].streamed), "a row's scale needs the whole row");
+
+DEVICE void prepare_input(Self& me, const Turn& turn, int layer, int matrix) {
+  const Shape& m = all_shapes.of[matrix];
+  const bool is_head = matrix == HEAD, is_first = matrix == QKV && layer == 0;
+  stamp(me, layer, is_head ? HEAD_WAITS : matrix == QKV ? QKV_WAITS : GATE_UP_WAITS);
+  consumers_wait_for_blocks(me);
+  stamp(me, layer, is_head ? HEAD_NORM : matrix == QKV ? QKV_NORM : GATE_UP_NORM);
+  if (!m.streamed && share_of(m, me.block) == 0) return;
+  const int norm = 2 * layer + (matrix == GATE_UP);  // the last one behind all layers
+  const u16* weight = (const u16*)me.p.norms + (long long)norm * HIDDEN;
+  const float factor = HAS_FP8 && !is_head ? 1.0f / ((const float*)me.p.input_scales)[layer * 4 + matrix] : 1.0f;
+  if (HAS_FP8 == HAS_FP8_HEAD || !is_head)
+    normalize<HAS_FP8>(me, turn, m, is_first, is_head, weight, factor);
+  else
+    normalize<HAS_FP8_HEAD>(me, turn, m, is_first, is_head, weight, factor);
+  if (m.streamed) {
     if (me.tid == 0) arrive_for_all(me);
     me.barrier++;
   }
@@ -474,19 +451,29 @@ DEVICE void multiply(Self& me, const Shape& m) {
 }
 
 // Matrices whose tiles have one form share the code: it is the instruction cache that a loop over layers must fit.
-CONSTEXPR bool is_alike(int a, int b) { return ALL.of[a].group == ALL.of[b].group && ALL.of[a].width == ALL.of[b].width; }
-template <int M>
-DEVICE void multiply_if_alike(Self& me, const Shape& m) {
-  constexpr bool IS_NEW = (M <= QKV || !is_alike(M, QKV)) && (M <= O || !is_alike(M, O)) && (M <= GATE_UP || !is_alike(M, GATE_UP));
-  if constexpr (IS_NEW)
-    if (m.group == ALL.of[M].group && m.width == ALL.of[M].width) multiply<ALL.of[M].group, ALL.of[M].width, HAS_FP8>(me, m);
+CONSTEXPR bool is_fp8(int matrix) { return matrix == HEAD ? HAS_FP8_HEAD : HAS_FP8; }
+CONSTEXPR bool is_alike(int a, int b) {
+  return ALL.of[a].group == ALL.of[b].group && ALL.of[a].width == ALL.of[b].width && is_fp8(a) == is_fp8(b);
 }
-DEVICE void layer_product(Self& me, int matrix) {
-  const Shape& m = all_shapes.of[matrix];
-  multiply_if_alike<QKV>(me, m);
-  multiply_if_alike<O>(me, m);
-  multiply_if_alike<GATE_UP>(me, m);
-  multiply_if_alike<DOWN>(me, m);
+CONSTEXPR int first_alike(int matrix) {
+  int first = QKV;
+  while (!is_alike(first, matrix)) first++;
+  return first;
+}
+template <int M>
+DEVICE void multiply_alike(Self& me, int matrix) {
+  if constexpr (first_alike(M) == M) {
+    constexpr int USERS = (first_alike(QKV) == M) << QKV | (first_alike(O) == M) << O | (first_alike(GATE_UP) == M) << GATE_UP |
+                          (first_alike(DOWN) == M) << DOWN | (first_alike(HEAD) == M) << HEAD;
+    if (USERS >> matrix & 1) multiply<ALL.of[M].group, ALL.of[M].width, is_fp8(M)>(me, all_shapes.of[matrix]);
+  }
+}
+DEVICE void multiply_any(Self& me, int matrix) {
+  multiply_alike<QKV>(me, matrix);
+  multiply_alike<O>(me, matrix);
+  multiply_alike<GATE_UP>(me, matrix);
+  multiply_alike<DOWN>(me, matrix);
+  multiply_alike<HEAD>(me, matrix);
   me.barrier++;  // which the epilogue warps arrive at
 }
 
@@ -497,33 +484,6 @@ constexpr int LINE = HEAD_DIM * 2 + 16;                // bytes from one row to 
 static_assert((QUERY_ROWS + 2 * PAGE) * LINE <= AREA_BYTES, "queries, and a page of keys and of values");
 constexpr float NEVER = -1e30f;
 
-// 4 rotary pairs of one row of one head, 4 i ... and HALF further: normed (Qwen3), rotated. Lanes i = 0 ... HEAD_DIM / 8 - 1
-// of a head lie side by side.
-DEVICE void rotated(Self& me, float* low, float* high, const float* raw, const u16* norm, int position, int i) {
-  const float4 a4 = far_float4(raw + 4 * i), b4 = far_float4(raw + HALF + 4 * i);
-  const long long angle = (long long)position * HALF + 4 * i;
-  const float4 c4 = *(const float4*)((const float*)me.p.cos + angle), s4 = *(const float4*)((const float*)me.p.sin + angle);
-  float a[4] = {a4.x, a4.y, a4.z, a4.w}, b[4] = {b4.x, b4.y, b4.z, b4.w};
-  const float c[4] = {c4.x, c4.y, c4.z, c4.w}, s[4] = {s4.x, s4.y, s4.z, s4.w};
-  if constexpr (HAS_QK_NORM) {
-    float sum = 0;
-#pragma unroll
-    for (int j = 0; j < 4; j++) sum += a[j] * a[j] + b[j] * b[j];
-#pragma unroll
-    for (int lanes = HEAD_DIM / 16; lanes; lanes >>= 1) sum += shuffle(sum, lanes);
-    const float inverse = inverse_root(sum * (1.0f / HEAD_DIM) + me.p.eps);
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      a[j] *= inverse * bf16_to_float(norm[4 * i + j]);
-      b[j] *= inverse * bf16_to_float(norm[HALF + 4 * i + j]);
-    }
-  }
-#pragma unroll
-  for (int j = 0; j < 4; j++) {
-    low[j] = a[j] * c[j] - b[j] * s[j];
-    high[j] = b[j] * c[j] + a[j] * s[j];
-  }
-}
 DEVICE void put_4(u8* at, const float* v) { *(uint2*)at = {two_bf16(v[0], v[1]), two_bf16(v[2], v[3])}; }
 
 // 4 values into the cache and, as they are then read from it, into shared memory.
@@ -573,55 +533,67 @@ DEVICE void keep_page(Self& me, const Page& page, const uint4* held, u8* to) {
   }
 }
 
-// The keys (IS_VALUES: values) of the step's own rows that belong into this page, from the product into cache and copy.
-template <bool IS_VALUES>
-DEVICE void finish_rows(Self& me, const Turn& turn, int layer, const Page& page, u8* copy) {
-  const int first = most(page.start, page.page * PAGE), last = least(page.positions, (page.page + 1) * PAGE);
-  const int items = (last - first) * (HEAD_DIM / 8);
-  const float scale = HAS_FP8_CACHE ? ((const float*)me.p.kv_scale)[layer * 2 + IS_VALUES] : 1.0f;
-  for (int begin = 0; begin < items; begin += CONSUMERS) {
-    const bool is_active = begin + me.tid < items;
-    const int item = is_active ? begin + me.tid : 0, i = item % (HEAD_DIM / 8);
-    const int position = first + item / (HEAD_DIM / 8), row = page.sequence * turn.rows + position - page.start;
-    const int which = HEADS + (IS_VALUES ? KV_HEADS : 0) + page.head, key = position % PAGE;
-    const float* raw = scratch<const float>(me.p, AT_QKV) + row * QKV_ROWS + which * HEAD_DIM;
-    u8* cache = page.cache + (IS_VALUES ? KV_HEADS * HEAD_PAGE_BYTES : 0) + key * HEAD_DIM * CACHE_EACH;
-    float v[2][4];
-    int at[2];
-    if constexpr (IS_VALUES) {
-      const float4 a = far_float4(raw + 8 * i), b = far_float4(raw + 8 * i + 4);
-      v[0][0] = a.x, v[0][1] = a.y, v[0][2] = a.z, v[0][3] = a.w;
-      v[1][0] = b.x, v[1][1] = b.y, v[1][2] = b.z, v[1][3] = b.w;
-      at[0] = 8 * i, at[1] = 8 * i + 4;
-    } else {
-      rotated(me, v[0], v[1], raw, (const u16*)me.p.k_norm + layer * HEAD_DIM, page.start + shared().depth[row], i);
-      at[0] = 4 * i, at[1] = HALF + 4 * i;
-    }
-    if (!is_active) continue;
-#pragma unroll
-    for (int j = 0; j < 2; j++) put_into_cache(cache + at[j] * CACHE_EACH, copy + key * LINE + at[j] * 2, v[j], scale);
-  }
-}
-
-// The queries of all rows and heads that share this head of keys, row by row of the step.
-DEVICE void finish_queries(Self& me, const Turn& turn, int layer, const Page& page, u8* to) {
-  const int rows = turn.rows * QUERIES, padded = up_to(rows, 16), items = padded * (HEAD_DIM / 8);
-  const float factor = inverse_root((float)HEAD_DIM);
+// What the product left of the step's own rows: the queries of all rows and heads that share this head of keys, into shared
+// memory; and the keys and values that belong into this page, into the cache too. 8 values at a time: 4 rotary pairs,
+// normed (Qwen3) and rotated, or 8 values as they are. The lanes of one head lie side by side.
+DEVICE void finish_rows(Self& me, const Turn& turn, int layer, const Page& page, u8* queries, u8* keys, u8* values) {
+  constexpr int EIGHTHS = HEAD_DIM / 8;
+  const int lines = turn.rows * QUERIES, padded = up_to(lines, 16);
+  const int first = most(page.start, page.page * PAGE), fresh = most(0, least(page.positions, (page.page + 1) * PAGE) - first);
+  const int items = (padded + 2 * fresh) * EIGHTHS;
+  const float* angles[2] = {(const float*)me.p.cos, (const float*)me.p.sin};
 #pragma unroll 1
   for (int begin = 0; begin < items; begin += CONSUMERS) {
     const bool is_active = begin + me.tid < items;
-    const int item = is_active ? begin + me.tid : 0, i = item % (HEAD_DIM / 8), line = item / (HEAD_DIM / 8);
-    const int inside = least(line, rows - 1) / QUERIES, row = page.sequence * turn.rows + inside;
-    const int head = page.head * QUERIES + line % QUERIES;
+    const int item = is_active ? begin + me.tid : 0, i = item % EIGHTHS, line = item / EIGHTHS;
+    const bool is_query = line < padded, is_value = line >= padded + fresh;
+    const int position = first + (line - padded) - (is_value ? fresh : 0);
+    const int inside = is_query ? least(line, lines - 1) / QUERIES : position - page.start;
+    const int row = page.sequence * turn.rows + inside;
+    const int head = is_query ? page.head * QUERIES + line % QUERIES : HEADS + page.head + (is_value ? KV_HEADS : 0);
+    const int low = is_value ? 8 * i : 4 * i, high = is_value ? low + 4 : HALF + low;
     const float* raw = scratch<const float>(me.p, AT_QKV) + row * QKV_ROWS + head * HEAD_DIM;
-    float low[4], high[4];
-    rotated(me, low, high, raw, (const u16*)me.p.q_norm + layer * HEAD_DIM, page.start + shared().depth[row], i);
-    if (!is_active) continue;
-    const float f = line < rows ? factor : 0;
+    const float4 a4 = far_float4(raw + low), b4 = far_float4(raw + high);
+    float a[4] = {a4.x, a4.y, a4.z, a4.w}, b[4] = {b4.x, b4.y, b4.z, b4.w};
+    if constexpr (HAS_QK_NORM) {
+      float sum = 0;
 #pragma unroll
-    for (int j = 0; j < 4; j++) low[j] *= f, high[j] *= f;
-    put_4(to + line * LINE + 8 * i, low);
-    put_4(to + line * LINE + HEAD_DIM + 8 * i, high);
+      for (int j = 0; j < 4; j++) sum += a[j] * a[j] + b[j] * b[j];
+#pragma unroll
+      for (int lanes = EIGHTHS / 2; lanes; lanes >>= 1) sum += shuffle(sum, lanes);
+      const float inverse = inverse_root(sum * (1.0f / HEAD_DIM) + me.p.eps);
+      const u16* norm = (const u16*)(is_query ? me.p.q_norm : me.p.k_norm) + layer * HEAD_DIM;
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+        if (!is_value) {
+          a[j] *= inverse * bf16_to_float(norm[low + j]);
+          b[j] *= inverse * bf16_to_float(norm[high + j]);
+        }
+    }
+    if (!is_value) {
+      const long long angle = (long long)(page.start + shared().depth[row]) * HALF + low;
+      const float4 c4 = *(const float4*)(angles[0] + angle), s4 = *(const float4*)(angles[1] + angle);
+      const float c[4] = {c4.x, c4.y, c4.z, c4.w}, s[4] = {s4.x, s4.y, s4.z, s4.w};
+      const float factor = !is_query ? 1.0f : line < lines ? inverse_root((float)HEAD_DIM) : 0.0f;
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        const float x = a[j], y = b[j];
+        a[j] = (x * c[j] - y * s[j]) * factor;
+        b[j] = (y * c[j] + x * s[j]) * factor;
+      }
+    }
+    if (!is_active) continue;
+    if (is_query) {
+      put_4(queries + line * LINE + 2 * low, a);
+      put_4(queries + line * LINE + 2 * high, b);
+    } else {
+      const int key = position % PAGE;
+      const float scale = HAS_FP8_CACHE ? ((const float*)me.p.kv_scale)[layer * 2 + is_value] : 1.0f;
+      u8* cache = page.cache + (is_value ? KV_HEADS * HEAD_PAGE_BYTES : 0) + key * HEAD_DIM * CACHE_EACH;
+      u8* copy = (is_value ? values : keys) + key * LINE;
+      put_into_cache(cache + low * CACHE_EACH, copy + 2 * low, a, scale);
+      put_into_cache(cache + high * CACHE_EACH, copy + 2 * high, b, scale);
+    }
   }
 }
 
@@ -741,11 +713,9 @@ DEVICE void attend(Self& me, const Turn& turn, int layer) {
       uint4 k[PIECES_EACH], v[PIECES_EACH];
       read_page(me, page, page.cache, k);
       read_page(me, page, page.cache + KV_HEADS * HEAD_PAGE_BYTES, v);
-      finish_queries(me, turn, layer, page, queries);
+      finish_rows(me, turn, layer, page, queries, keys, values);
       keep_page(me, page, k, keys);
       keep_page(me, page, v, values);
-      finish_rows<false>(me, turn, layer, page, keys);
-      finish_rows<true>(me, turn, layer, page, values);
       sync_consumers();
 #pragma unroll 1
       for (int task = me.warp; task < tiles * PARTS; task += 16) {
@@ -782,7 +752,7 @@ DEVICE void merge(Self& me, const Turn& turn, int layer) {
     for (int begin = me.block % each * (CONSUMERS / 8); begin < items; begin += each * (CONSUMERS / 8)) {
       const int item = least(begin + me.tid / 8, items - 1), line = item / (HEAD_DIM / 4), dim = item % (HEAD_DIM / 4) * 4;
       float peak = NEVER, total = 0, out[4] = {};
-#pragma unroll 2
+#pragma unroll 1
       for (int page = me.tid % 8; page < pages; page += 8) {
         const int at = (pair * MAX_PAGES + page) * lines + line;
         const float its_peak = far_float(scratch<const float>(me.p, AT_PEAKS) + at);
@@ -833,32 +803,24 @@ DEVICE void consume(Self& me) {
     const Turn turn = turn_of(me.p, step);
     begin_turn(me, turn);
 #pragma unroll 1
-    for (int layer = 0; layer < me.p.layers; layer++) {
-#pragma unroll 1
-      for (int matrix = QKV; matrix <= DOWN; matrix++) {
-        me.phase = layer * 4 + matrix;
-        if (matrix == QKV) normalize<QKV>(me, turn, layer);
-        if (matrix == GATE_UP) normalize<GATE_UP>(me, turn, layer);
-        if (matrix == O) {
-          stamp(me, layer, O_WAITS);
-          consumers_wait_for_blocks(me);
-          stamp(me, layer, O_ATTENDS);
-          attend(me, turn, layer);
-          stamp(me, layer, O_MERGES);
-          merge(me, turn, layer);
-        }
-        const int starts = matrix == QKV ? QKV_STARTS : matrix == O ? O_STARTS : matrix == GATE_UP ? GATE_UP_STARTS : DOWN_STARTS;
-        stamp(me, layer, starts);
-        layer_product(me, matrix);
-        stamp(me, layer, starts + 1);
+    for (int i = 0; i <= me.p.layers * 4; i++) {
+      const int layer = i / 4, matrix = layer == me.p.layers ? HEAD : i % 4;
+      me.phase = i;
+      if (matrix == O) {
+        stamp(me, layer, O_WAITS);
+        consumers_wait_for_blocks(me);
+        stamp(me, layer, O_ATTENDS);
+        attend(me, turn, layer);
+        stamp(me, layer, O_MERGES);
+        merge(me, turn, layer);
+      } else if (matrix != DOWN) {
+        prepare_input(me, turn, layer, matrix);
       }
+      const int starts = matrix == HEAD ? HEAD_STARTS : matrix == QKV ? QKV_STARTS : matrix == O ? O_STARTS : matrix == DOWN ? DOWN_STARTS : GATE_UP_STARTS;
+      stamp(me, layer, starts);
+      multiply_any(me, matrix);
+      stamp(me, layer, starts + 1);
     }
-    me.phase = me.p.layers * 4;
-    normalize<HEAD>(me, turn, me.p.layers);
-    stamp(me, me.p.layers, HEAD_STARTS);
-    multiply<ALL.of[HEAD].group, ALL.of[HEAD].width, HAS_FP8_HEAD>(me, all_shapes.of[HEAD]);
-    stamp(me, me.p.layers, HEAD_ENDS);
-    me.barrier++;
   }
 }
 
@@ -942,24 +904,25 @@ DEVICE void sums_of(Self& me, const float* slab, const Shape& m, int of16, int c
   const int row = column * 8 + 2 * me.t, turns = least(m.tiles, 4);
   const int first = m.group == 64 ? of16 : 0, last = m.group == 64 ? of16 + 1 : 4;
   if (row >= ROWS) return;
-  const bool has_two = row + 1 < ROWS;
-  for (int quarter = first; quarter < last; quarter++)
-    for (int turn = 0; turn < turns; turn++) {
-      const float* at = slab + (quarter * 4 + turn) * (ROWS * 20) + row * 20 + me.g;
-      c[0] += at[0];
-      c[2] += at[8];
-      if (has_two) {
+#pragma unroll 1
+  for (int quarter = first; quarter < last; quarter++) {
+    const float* at = slab + quarter * 4 * (ROWS * 20) + row * 20 + me.g;
+#pragma unroll
+    for (int turn = 0; turn < 4; turn++, at += ROWS * 20)
+      if (turn < turns) {
+        c[0] += at[0];
         c[1] += at[20];
+        c[2] += at[8];
         c[3] += at[28];
       }
-    }
+  }
 }
 
 // For this block's groups of a matrix, as their sums come: each of the two warps takes 32 rows of a group of 64, or every
 // other group of 16. make(block of 16 rows in the stream, the same among this block's own, column, sums).
 template <class Make>
 DEVICE void drain(Self& me, const Shape& m, Make make) {
-  const int warp = me.warp & 1, groups = share_of(m, me.block);
+  const int warp = me.warp & 1, groups = share_of(m, me.block), sixteenths = m.group / 16;
 #pragma unroll 1
   for (int group = 0; group < groups; group++) {
     const u32 slab = me.unit % SLABS, turn = me.unit / SLABS;
@@ -969,31 +932,23 @@ DEVICE void drain(Self& me, const Shape& m, Make make) {
     wait(me, FOR_SUMS, me.unit, [=] { return barrier_passed(bar, turn & 1); });
     sync_warp();
     const float* sums = (const float*)(shared_base() + SLAB + slab * SLAB_BYTES);
-    float c[2][COLUMN_TILES][4];
-    const int blocks = m.group == 64 ? 2 : 1, first = m.group == 64 ? 2 * warp : 0;
-    if (is_ours) {
-#pragma unroll
-      for (int b = 0; b < 2; b++)
-#pragma unroll
-        for (int column = 0; column < COLUMN_TILES; column++)
-          if (b < blocks) sums_of(me, sums, m, first + b, column, c[b][column]);
+    const int first = m.group == 64 ? 2 * warp : 0, end = m.group == 64 ? first + 2 : is_ours;
+#pragma unroll 1
+    for (int part = first * COLUMN_TILES; part < end * COLUMN_TILES; part++) {
+      const int b = part / COLUMN_TILES, column = part % COLUMN_TILES;
+      float c[4];
+      sums_of(me, sums, m, b, column, c);
+      make((group * BLOCKS + me.block) * sixteenths + b, group * sixteenths + b, column, c);
     }
     sync_warp();
     if (me.lane == 0) barrier_arrive(shared_address(&shared().slab_free[slab]));
-    if (!is_ours) continue;
-    const int sixteenths = m.group / 16, in_stream = (group * BLOCKS + me.block) * sixteenths, own = group * sixteenths;
-#pragma unroll
-    for (int b = 0; b < 2; b++)
-#pragma unroll
-      for (int column = 0; column < COLUMN_TILES; column++)
-        if (b < blocks) make(in_stream + first + b, own + first + b, column, c[b][column]);
   }
 }
 
 // All that this block makes of a matrix is written: tell the others. Who had nothing to do waits for the barrier before,
 // or the count would run ahead of it.
-DEVICE void made(Self& me, int groups) {
-  order_copies();
+DEVICE void made(Self& me, int groups, bool is_copied) {
+  if (is_copied) order_copies();  // by the loaders
   sync_some<2, 64>();
   if (me.warp == 18 && me.lane == 0) {
     if (groups == 0) wait_for_blocks(me);
@@ -1084,7 +1039,7 @@ DEVICE void put_gated(Self& me, const Turn& turn, int layer, int block, int colu
   }
 }
 
-DEVICE void put_logits(Self& me, const Turn& turn, int block, int column, const float* c, u64 best[2]) {
+DEVICE void put_logits(Self& me, const Turn& turn, int block, int column, const float* c, u64 best[2][2]) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int token = block * 16 + half * 8 + me.g;
@@ -1097,7 +1052,9 @@ DEVICE void put_logits(Self& me, const Turn& turn, int block, int column, const 
       const float logit = c[2 * half + i] * scale;
       if (me.p.logits) ((float*)me.p.logits)[(long long)row * ALL.of[HEAD].rows + token] = logit;
       const u64 choice = token < me.p.vocab_limit ? choice_of(logit, token) : 0;
-      if (choice > best[i]) best[i] = choice;
+#pragma unroll
+      for (int of = 0; of < COLUMN_TILES; of++)
+        if (of == column && choice > best[of][i]) best[of][i] = choice;
     }
   }
 }
@@ -1113,8 +1070,10 @@ DEVICE void finish(Self& me) {
       if (me.lane == 0) wait_for_blocks(me);
       sync_warp();
     }
+#pragma unroll 1
     for (int own = me.warp & 1; own < groups * sixteenths; own += 2) {
       const int block = (own / sixteenths * BLOCKS + me.block) * sixteenths + own % sixteenths;
+#pragma unroll 1
       for (int column = 0; column < COLUMN_TILES; column++) {
         float* kept = shared().residual[(own * COLUMN_TILES + column) * 32 + me.lane];
         for (int i = 0; i < 4; i++) {
@@ -1138,14 +1097,14 @@ DEVICE void finish(Self& me) {
           if (matrix == GATE_UP) put_gated(me, turn, layer, block, column, c);
         });
         if (matrix == O || matrix == DOWN) put_squares(me, turn, groups * sixteenths);
-        made(me, share_of(m, me.block));
+        made(me, share_of(m, me.block), matrix == GATE_UP);
       }
     }
     me.phase = me.p.layers * 4;
     if (all_shapes.of[HEAD].streamed) me.barrier++;
-    u64 best[COLUMN_TILES][2] = {};
+    u64 best[2][2] = {};
     drain(me, all_shapes.of[HEAD], [&](int block, int, int column, const float* c) {
-      put_logits(me, turn, block, column, c, best[column]);
+      put_logits(me, turn, block, column, c, best);
     });
 #pragma unroll
     for (int column = 0; column < COLUMN_TILES; column++)
@@ -1160,7 +1119,7 @@ DEVICE void finish(Self& me) {
         const int row = column * 8 + 2 * me.t + i;
         if (me.g == 0 && row < turn.count && choice) raise_to(choices_at(me.p, step) + row, choice);
       }
-    made(me, share_of(all_shapes.of[HEAD], me.block));
+    made(me, share_of(all_shapes.of[HEAD], me.block), false);
   }
   if (me.block || me.warp != 18) return;  // one warp of one block tells what was chosen
   if (me.lane == 0) wait_for_blocks(me);
