@@ -10,6 +10,7 @@ from tutorial_lib.show.gpu_records import (
     breakdown_table,
     formats_table,
     gpu_experiment,
+    load_table,
     machine_and_day,
     products_table,
     runs_table,
@@ -24,8 +25,11 @@ def test_every_shipped_experiment_can_be_shown(name):
     records = gpu_experiment(name)
     assert "H200" in machine_and_day(records)
     kinds = {record["kind"] for record in records}
-    tables = {"build": products_table, "steps": steps_table, "run": runs_table, "number_formats": formats_table}
-    assert "run" in kinds
+    tables = {
+        "build": products_table, "steps": steps_table, "run": runs_table, "number_formats": formats_table,
+        "load": load_table,
+    }  # fmt: skip
+    assert kinds & {"run", "load"}
     for table in (tables[kind](records) for kind in tables.keys() & kinds):
         assert table.rows and "<td" in table._repr_html_()
     runs = [r for r in records if r["kind"] == "run"]
@@ -43,6 +47,23 @@ def test_what_fp8_costs_stands_beside_bf16():
     assert bf16["logit error, % of their spread"] < fp8["logit error, % of their spread"]
     assert bf16["answers that differ"] is None and fp8["answers that differ"].endswith("of 16")
     assert fp8["plain, tokens/s"] > bf16["plain, tokens/s"] > 0
+
+
+def test_a_load_stands_beside_another_engines():
+    """Every measured run has its row, and both ratios are those of the runs; a run that is missing has no row."""
+    records = gpu_experiment("load")
+    loads = [r for r in records if r["kind"] == "load" and r["batching"] == "in flight"]
+    tok_s = {(r["backend"], r["method"], r["concurrency"]): r["figures"]["output_tok_s"] for r in loads}
+    rows = load_table(records).rows
+    assert len(rows) == len(tok_s) == len(loads)
+    for row in rows:
+        engine, method, clients = row["engine"], row["method"], row["clients"]
+        assert row["output throughput, tokens/s"] == tok_s[engine, method, clients]
+        if method != "plain":
+            assert row["speed-up"] == pytest.approx(tok_s[engine, method, clients] / tok_s[engine, "plain", clients])
+        ahead = tok_s["torch", method, clients] / tok_s[engine, method, clients]
+        assert row["torch over it"] == (None if engine == "torch" else pytest.approx(ahead))
+    assert {row["engine"] for row in rows} == {"torch", "vllm"}
 
 
 def test_a_breakdown_adds_up_to_the_whole():

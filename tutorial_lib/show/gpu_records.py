@@ -138,6 +138,28 @@ def runs_table(records: Sequence[Record]) -> Table:
     return Table(rows)
 
 
+def load_table(records: Sequence[Record]) -> Table:
+    """Every load beside plain decoding of the same engine; of other engines also what ours yields over theirs."""
+    points = next(iter(_kind(records, "summary")))["summary"]["points"]
+    ours = next(iter(_kind(records, "load")))["backend"]
+    return Table(
+        {
+            "clients": point["concurrency"],
+            "engine": backend,
+            "method": name,
+            "output throughput, tokens/s": found["output_tok_s"],
+            "speed-up": None if name == "plain" else found["speedup"],
+            f"{ours} over it": found.get("ours_over_theirs"),
+            "first token, s": found["ttft_s_p50"],
+            "first token, 99th percentile, s": found["ttft_s_p99"],
+            "acceptance length": found["acceptance_length"],
+        }
+        for point in points
+        for backend, methods in {ours: point["methods"], **point["peers"]}.items()
+        for name, found in methods.items()
+    )
+
+
 def _kind(records: Sequence[Record], kind: str) -> list[Record]:
     return [record for record in records if record["kind"] == kind]
 
