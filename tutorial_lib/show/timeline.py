@@ -12,6 +12,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from ..engine.stream.clock import by_phase
 from ..errors import OptionError
 from .tables import Table
 
@@ -85,19 +86,17 @@ def timeline_table(record: Record) -> Table:
     """The whole launch by phase: how often, how long it waited and worked, and its share of the launch."""
     spans = record["spans"]
     whole = max(span["ends_us"] for span in spans) - min(span["waits_us"] for span in spans)
-    rows = []
+    found, rows = by_phase(record), []
     for phase, (label, _, _) in PHASES.items():
-        own = [span for span in spans if span["phase"] == phase]
-        if own:
-            waited = sum(span["starts_us"] - span["waits_us"] for span in own)
-            worked = sum(span["ends_us"] - span["starts_us"] for span in own)
+        if phase in found:
+            own = found[phase]
             rows.append(
                 {
                     "phase": label,
-                    "times": len(own),
-                    "waits, µs": waited,
-                    "works, µs": worked,
-                    "share of the launch, %": 100 * (waited + worked) / whole,
+                    "times": own["times"],
+                    "waits, µs": own["waits_us"],
+                    "works, µs": own["works_us"],
+                    "share of the launch, %": 100 * (own["waits_us"] + own["works_us"]) / whole,
                 }
             )
     return Table(rows, digits=1)

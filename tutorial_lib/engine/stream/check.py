@@ -274,8 +274,7 @@ def _clock_rows(part: str, model: Any, rows: int, context: int = 600) -> Iterabl
     """Where a step's time goes, by the kernel's own clock."""
     import torch
 
-    from ...show.timeline import timeline_table
-    from .clock import timed
+    from .clock import by_phase, timed
 
     def ints(*values: int) -> Any:
         return torch.tensor(values, dtype=torch.int32, device=DEVICE)
@@ -289,9 +288,9 @@ def _clock_rows(part: str, model: Any, rows: int, context: int = 600) -> Iterabl
     launch()
     record = timed(model.steps, launch)
     count = model.steps.layers
-    for row in timeline_table(record).rows:
-        each = f"waits {row['waits, µs'] / count:.2f} us, works {row['works, µs'] / count:.2f} us"
-        yield Row(part, f"clock, {rows} rows: {row['phase']}", f"{each} a layer, {row['share of the launch, %']:.1f}%")
+    for phase, own in by_phase(record).items():
+        each = f"waits {own['waits_us'] / count:.2f}, works {own['works_us'] / count:.2f} us a layer"
+        yield Row(part, f"clock, {rows} rows: {phase}", each)
     yield Row(part, f"clock, {rows} rows: launch", f"{record['launch_us']:.0f} us")
 
 

@@ -6,7 +6,7 @@ unless `timed` is asked for one launch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,3 +61,14 @@ def spans_of(stamps: torch.Tensor) -> dict[str, Any]:
 def _span(us: torch.Tensor, phase: str, layer: int | None, places: tuple[int, int, int]) -> dict[str, Any]:
     waits, starts, ends = (round(float(us[:, place].median()), 3) for place in places)
     return {"phase": phase, "layer": layer, "waits_us": waits, "starts_us": starts, "ends_us": ends}
+
+
+def by_phase(record: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """phase -> how often it came, and how long it waited and worked in all: {"times", "waits_us", "works_us"}."""
+    found: dict[str, dict[str, float]] = {}
+    for span in record["spans"]:
+        own = found.setdefault(span["phase"], {"times": 0, "waits_us": 0.0, "works_us": 0.0})
+        own["times"] += 1
+        own["waits_us"] += span["starts_us"] - span["waits_us"]
+        own["works_us"] += span["ends_us"] - span["starts_us"]
+    return found
