@@ -30,6 +30,7 @@ struct uint4 {
 };
 
 #define DEVICE static inline
+#define APART static
 #define CONSTANT static const
 #define CONSTEXPR constexpr
 #define KERNEL static void
@@ -199,7 +200,8 @@ DEVICE void copy_shared(u32 to, const u8* from, u32 bytes, u32 bar) {
   emulated::current->block->copies.push_back({to, from, bytes, bar});
 }
 DEVICE void copy_once(u32 to, const u8* from, u32 bytes, u32 bar, u64) { copy_shared(to, from, bytes, bar); }
-DEVICE void order_copies() {}
+DEVICE void order_shared() {}
+DEVICE void order_global() {}
 
 DEVICE void add_release(u32* counter) { ++*counter; }
 DEVICE u32 read_acquire(const u32* counter) { return *counter; }

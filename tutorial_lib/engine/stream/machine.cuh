@@ -7,6 +7,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 
 #define DEVICE __device__ __forceinline__
+#define APART __device__ __noinline__  // what is seldom called should not stand between what is called often
 #define CONSTANT __constant__ const
 #define CONSTEXPR __host__ __device__ constexpr
 #define KERNEL extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -39,10 +40,9 @@ DEVICE int read_volatile(const int* p) {
   return v;
 }
 
-// After many polls in vain: since when, or GAVE_UP if it took too long, which `trouble` then says, or others gave up. Not
-// inlined: a wait should be short where it is short.
+// After many polls in vain: since when, or GAVE_UP if it took too long, which `trouble` then says, or others gave up.
 #define GAVE_UP (~0ull)
-__device__ __noinline__ u64 patience(int* trouble, u64 since, int what, int phase, int block, int which) {
+APART u64 patience(int* trouble, u64 since, int what, int phase, int block, int which) {
   if (read_volatile(trouble)) return GAVE_UP;
   const u64 now = nanoseconds();
   if (!since) return now;
@@ -117,8 +117,9 @@ DEVICE void copy_shared(u32 to, const u8* from, u32 bytes, u32 bar) {
                "l"(from), "r"(bytes), "r"(bar)
                : "memory");
 }
-// Between ordinary stores and what copies or tensor cores read, and the other way round.
-DEVICE void order_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
+// Between ordinary accesses and those of bulk copies and tensor cores: of shared memory, of global memory.
+DEVICE void order_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+DEVICE void order_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // ------------------------------------------------------------------------------------------- between processors (via L2)
 

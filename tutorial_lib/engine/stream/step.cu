@@ -56,12 +56,17 @@ CONSTEXPR int up_to(int a, int b) { return (a + b - 1) / b * b; }
 constexpr int SLAB_BYTES = 16 * ROWS * 80;  // partial sums of 16 warps: [warp][row][16 of the matrix's rows, padded to 20]
 constexpr int RESIDUAL_BLOCKS = (ALL.of[O].groups + BLOCKS - 1) / BLOCKS * (ALL.of[O].group / 16);
 
+constexpr int KNOWN_UNITS = 16;
+
 struct Shared {
   u64 full[STAGES], empty[STAGES], slab_full[2], slab_free[2];
   float inverse[16];  // of each row: 1 / root mean square
   float scale[16];    // of each row of an FP8 head's input
   u32 peak[16];
   int token[16], depth[16];  // of each row: what it is, and how far behind the step's first position
+  int start[16], pages[16];  // of each sequence: its first row's position, and pages that hold anything
+  u32 merged[16];            // of each sequence: pages that steps before this one added to attention's counters
+  int unit[KNOWN_UNITS][4];  // of attention: this block's first ones, see `Unit`
   u32 seen[16];              // the rows of its own sequence that it sees, a bit each
   float squares[RESIDUAL_BLOCKS][16];
   float residual[RESIDUAL_BLOCKS * COLUMN_TILES * 32][4];
@@ -179,6 +184,28 @@ DEVICE int token_of(const Params& p, const Turn& turn, int row) {
   return token_of_choice(p, far_u64(choices_at(p, turn.step - 1) + row * rows + rows - 1));
 }
 
+// Attention's work: a page of one sequence and one head of keys is a unit, and unit u is for block u % BLOCKS. The first
+// few of a block are looked up once for all layers: what is read between barriers comes from far away.
+struct Unit {
+  int sequence, head, page, id;  // id: of the page in the cache; sequence -1: there is none
+};
+APART Unit unit_of(const Params& p, int block, int turn) {
+  const Shared& s = shared();
+  int unit = block + turn * BLOCKS;
+  for (int sequence = 0; sequence < p.sequences; sequence++) {
+    const int pages = s.pages[sequence];
+    if (unit < pages * KV_HEADS) {
+      const long long row = (long long)((const int*)p.slots)[sequence] * p.table_stride;
+      return {sequence, unit / pages, unit % pages, ((const int*)p.table)[row + unit % pages]};
+    }
+    unit -= pages * KV_HEADS;
+  }
+  return {-1, 0, 0, 0};
+}
+DEVICE void find_units(Self& me) {
+  if (me.tid < KNOWN_UNITS) *(Unit*)shared().unit[me.tid] = unit_of(me.p, me.block, me.tid);
+}
+
 // What the consumers have to know of the rows of a step.
 DEVICE void begin_turn(Self& me, const Turn& turn) {
   Shared& s = shared();
@@ -195,6 +222,13 @@ DEVICE void begin_turn(Self& me, const Turn& turn) {
     s.depth[row] = me.p.depths ? ((const int*)me.p.depths)[row] : inside;
     s.seen[row] = seen;
   }
+  if (me.tid < me.p.sequences) {
+    s.merged[me.tid] = turn.step ? s.merged[me.tid] + me.p.layers * s.pages[me.tid] : 0;
+    s.start[me.tid] = start_of(me.p, turn, me.tid);
+    s.pages[me.tid] = pages_of(me.p, turn, me.tid);
+  }
+  sync_consumers();
+  find_units(me);
   sync_consumers();
 }
 
@@ -269,17 +303,27 @@ DEVICE uint4 packed(const float* v, float factor) {
 // no room for it, each block a part into global memory, from where the loader brings it along with the tiles; then one
 // more barrier lies behind. An FP8 head takes a scale of each row's largest value: first pass.
 template <bool TO_FP8>
-DEVICE void normalize(Self& me, const Turn& turn, const Shape& m, bool is_first, bool is_head, const u16* weight, float factor) {
+DEVICE void normalize(Self& me, const Turn& turn, int layer, int matrix, const Shape& m, bool is_first) {
   constexpr int WORDS = TO_FP8 ? 2 : 1;     // uint4 of 8 bf16 values that make a unit
   constexpr int BATCH = least(ROWS, 3);     // loads in flight
   constexpr bool FINDS_SCALE = TO_FP8 && HAS_FP8_HEAD;
   Shared& s = shared();
+  const bool is_head = matrix == HEAD;
+  const u16* weight = (const u16*)me.p.norms + (long long)(2 * layer + (matrix == GATE_UP)) * HIDDEN;  // the last: the head's
+  const float factor = HAS_FP8 && !is_head ? 1.0f / ((const float*)me.p.input_scales)[layer * 4 + matrix] : 1.0f;
   const int units = m.tiles * m.pieces() * m.width / 16, real = m.k_bytes / 16;  // beyond are zeros, as in the weights
   const int threads = m.streamed ? BLOCKS * CONSUMERS : CONSUMERS, own = m.streamed ? me.block + BLOCKS * me.tid : me.tid;
   const int abreast = most(1, threads / units);  // rows that the threads take at once
   const int first = own / units, start_unit = abreast > 1 ? own % units : own;
   u8* const to = m.streamed ? scratch<u8>(me.p, AT_NORMED) : shared_base() + AREA;
   uint4 w[WORDS], h[BATCH][WORDS];
+  const auto load_weight = [&](int unit) {
+#pragma unroll
+    for (int i = 0; i < WORDS; i++) {
+      w[i] = {0, 0, 0, 0};
+      if (unit < real) w[i] = *((const uint4*)weight + unit * WORDS + i);
+    }
+  };
   const auto load = [&](int unit, int row) {
 #pragma unroll
     for (int b = 0; b < BATCH; b++)
@@ -291,17 +335,16 @@ DEVICE void normalize(Self& me, const Turn& turn, const Shape& m, bool is_first,
       }
   };
   const bool is_busy = first < abreast && start_unit < units;
+  load_weight(is_busy ? start_unit : real);  // while the others are still at work
+  consumers_wait_for_blocks(me);
+  stamp(me, layer, is_head ? HEAD_NORM : matrix == QKV ? QKV_NORM : GATE_UP_NORM);
   if (is_busy) load(start_unit, first);
   find_inverses(me, turn, is_first);
 #pragma unroll 1
   for (int pass = FINDS_SCALE && is_head ? 0 : 1; pass < 2; pass++) {
 #pragma unroll 1
     for (int unit = start_unit; is_busy && unit < units; unit += threads) {
-#pragma unroll
-      for (int i = 0; i < WORDS; i++) {
-        w[i] = {0, 0, 0, 0};
-        if (unit < real) w[i] = *((const uint4*)weight + unit * WORDS + i);
-      }
+      if (unit != start_unit || (FINDS_SCALE && is_head && pass)) load_weight(unit);
       u8* const at = to + activation_at(m, unit * 16, 0);
 #pragma unroll 1
       for (int row = first; row < turn.count; row += abreast * BATCH) {
@@ -330,25 +373,24 @@ DEVICE void normalize(Self& me, const Turn& turn, const Shape& m, bool is_first,
       sync_consumers();
     }
   }
-  order_copies();
+  if (m.streamed)
+    order_global();
+  else
+    order_shared();
   sync_consumers();
 }
 static_assert(!(HAS_FP8_HEAD && ALL.of[HEAD].streamed), "a row's scale needs the whole row");
 
 DEVICE void prepare_input(Self& me, const Turn& turn, int layer, int matrix) {
   const Shape& m = all_shapes.of[matrix];
-  const bool is_head = matrix == HEAD, is_first = matrix == QKV && layer == 0;
-  stamp(me, layer, is_head ? HEAD_WAITS : matrix == QKV ? QKV_WAITS : GATE_UP_WAITS);
-  consumers_wait_for_blocks(me);
-  stamp(me, layer, is_head ? HEAD_NORM : matrix == QKV ? QKV_NORM : GATE_UP_NORM);
-  if (!m.streamed && share_of(m, me.block) == 0) return;
-  const int norm = 2 * layer + (matrix == GATE_UP);  // the last one behind all layers
-  const u16* weight = (const u16*)me.p.norms + (long long)norm * HIDDEN;
-  const float factor = HAS_FP8 && !is_head ? 1.0f / ((const float*)me.p.input_scales)[layer * 4 + matrix] : 1.0f;
-  if (HAS_FP8 == HAS_FP8_HEAD || !is_head)
-    normalize<HAS_FP8>(me, turn, m, is_first, is_head, weight, factor);
+  const bool is_first = matrix == QKV && layer == 0;
+  stamp(me, layer, matrix == HEAD ? HEAD_WAITS : matrix == QKV ? QKV_WAITS : GATE_UP_WAITS);
+  if (!m.streamed && share_of(m, me.block) == 0)
+    consumers_wait_for_blocks(me);
+  else if (HAS_FP8 == HAS_FP8_HEAD || matrix != HEAD)
+    normalize<HAS_FP8>(me, turn, layer, matrix, m, is_first);
   else
-    normalize<HAS_FP8_HEAD>(me, turn, m, is_first, is_head, weight, factor);
+    normalize<HAS_FP8_HEAD>(me, turn, layer, matrix, m, is_first);
   if (m.streamed) {
     if (me.tid == 0) arrive_for_all(me);
     me.barrier++;
@@ -693,41 +735,43 @@ DEVICE void values_of(Self& me, const Turn& turn, int layer, const Page& page, c
 
 DEVICE u32* attention_counter(const Params& p, int pair) { return (u32*)p.counters + PAIRS_AT + pair * 8; }
 
-// Every page of every sequence and head of keys is one unit of work, and whatever page a key lies in decides alone with
-// which others it is added up: not how many rows or blocks there are.
+// Whatever page a key lies in decides alone with which others it is added up: not how many rows or blocks there are.
 DEVICE void attend(Self& me, const Turn& turn, int layer) {
+  const Shared& s = shared();
   u8 *queries = shared_base() + AREA, *keys = queries + QUERY_ROWS * LINE, *values = keys + PAGE * LINE;
   const int tiles = (turn.rows * QUERIES + 15) / 16;
-  int before = 0;
 #pragma unroll 1
-  for (int sequence = 0; sequence < me.p.sequences; sequence++) {
-    const int pages = pages_of(me.p, turn, sequence), units = pages * KV_HEADS;
-    const int slot = ((const int*)me.p.slots)[sequence];
-#pragma unroll 1
-    for (int unit = (me.block + BLOCKS - before % BLOCKS) % BLOCKS; unit < units; unit += BLOCKS) {
-      Page page;
-      page.sequence = sequence, page.head = unit / pages, page.page = unit % pages;
-      page.start = start_of(me.p, turn, sequence), page.positions = page.start + turn.rows;
-      const int id = ((const int*)me.p.table)[(long long)slot * me.p.table_stride + page.page];
-      page.cache = (u8*)me.p.cache + (((long long)layer * me.p.pages + id) * 2 * KV_HEADS + page.head) * HEAD_PAGE_BYTES;
-      uint4 k[PIECES_EACH], v[PIECES_EACH];
+  for (int i = 0;; i++) {
+    const Unit unit = i < KNOWN_UNITS ? *(const Unit*)s.unit[i] : unit_of(me.p, me.block, i);
+    const bool is_there = unit.sequence >= 0;
+    Page page;
+    uint4 k[PIECES_EACH], v[PIECES_EACH];
+    if (is_there) {
+      page.sequence = unit.sequence, page.head = unit.head, page.page = unit.page;
+      page.start = s.start[unit.sequence], page.positions = page.start + turn.rows;
+      const long long at = ((long long)layer * me.p.pages + unit.id) * 2 * KV_HEADS + unit.head;
+      page.cache = (u8*)me.p.cache + at * HEAD_PAGE_BYTES;
       read_page(me, page, page.cache, k);
       read_page(me, page, page.cache + KV_HEADS * HEAD_PAGE_BYTES, v);
-      finish_rows(me, turn, layer, page, queries, keys, values);
-      keep_page(me, page, k, keys);
-      keep_page(me, page, v, values);
-      sync_consumers();
-#pragma unroll 1
-      for (int task = me.warp; task < tiles * PARTS; task += 16) {
-        u32 weights[KEY_TILES][2];
-        float peak[2], total[2];
-        scores_of(me, turn, layer, page, queries, keys, task / PARTS, weights, peak, total);
-        values_of(me, turn, layer, page, values, task / PARTS, task % PARTS, weights, peak, total);
-      }
-      sync_consumers();
-      if (me.tid == 0) add_release(attention_counter(me.p, sequence * KV_HEADS + page.head));
     }
-    before += units;
+    if (i == 0) {  // what earlier steps left of keys and values is there, the step's own only now
+      consumers_wait_for_blocks(me);
+      stamp(me, layer, O_ATTENDS);
+    }
+    if (!is_there) break;
+    finish_rows(me, turn, layer, page, queries, keys, values);
+    keep_page(me, page, k, keys);
+    keep_page(me, page, v, values);
+    sync_consumers();
+#pragma unroll 1
+    for (int task = me.warp; task < tiles * PARTS; task += 16) {
+      u32 weights[KEY_TILES][2];
+      float peak[2], total[2];
+      scores_of(me, turn, layer, page, queries, keys, task / PARTS, weights, peak, total);
+      values_of(me, turn, layer, page, values, task / PARTS, task % PARTS, weights, peak, total);
+    }
+    sync_consumers();
+    if (me.tid == 0) add_release(attention_counter(me.p, unit.sequence * KV_HEADS + unit.head));
   }
 }
 
@@ -740,10 +784,9 @@ DEVICE void merge(Self& me, const Turn& turn, int layer) {
   const float factor = HAS_FP8 ? 1.0f / ((const float*)me.p.input_scales)[layer * 4 + O] : 1.0f;
 #pragma unroll 1
   for (int pair = me.block / each; pair < pairs && me.block < each * abreast; pair += abreast) {
-    const int sequence = pair / KV_HEADS, head = pair % KV_HEADS, pages = pages_of(me.p, turn, sequence);
+    const int sequence = pair / KV_HEADS, head = pair % KV_HEADS, pages = shared().pages[sequence];
     if (me.tid == 0) {
-      u32 all = (layer + 1) * pages;  // that were added to this counter since the launch began
-      for (int step = 0; step < turn.step; step++) all += me.p.layers * pages_of(me.p, turn_of(me.p, step), sequence);
+      const u32 all = shared().merged[sequence] + (layer + 1) * pages;  // added to its counter since the launch began
       const u32* counter = attention_counter(me.p, pair);
       wait(me, FOR_ATTENTION, pair, [=] { return read_acquire(counter) >= all; });
     }
@@ -753,16 +796,27 @@ DEVICE void merge(Self& me, const Turn& turn, int layer) {
       const int item = least(begin + me.tid / 8, items - 1), line = item / (HEAD_DIM / 4), dim = item % (HEAD_DIM / 4) * 4;
       float peak = NEVER, total = 0, out[4] = {};
 #pragma unroll 1
-      for (int page = me.tid % 8; page < pages; page += 8) {
-        const int at = (pair * MAX_PAGES + page) * lines + line;
-        const float its_peak = far_float(scratch<const float>(me.p, AT_PEAKS) + at);
-        const float its_total = far_float(scratch<const float>(me.p, AT_TOTALS) + at);
-        const float4 v = far_float4(scratch<const float>(me.p, AT_VALUES) + (long long)at * HEAD_DIM + dim);
-        const float both = fmaxf(peak, its_peak), old = power_of_two(peak - both), its = power_of_two(its_peak - both);
-        total = total * old + its_total * its;
-        out[0] = out[0] * old + v.x * its, out[1] = out[1] * old + v.y * its;
-        out[2] = out[2] * old + v.z * its, out[3] = out[3] * old + v.w * its;
-        peak = both;
+      for (int page = me.tid % 8; page < pages; page += 16) {
+        float its_peak[2], its_total[2];
+        float4 v[2];
+#pragma unroll
+        for (int j = 0; j < 2; j++) {  // both on their way at once
+          its_peak[j] = NEVER, its_total[j] = 0, v[j] = {0, 0, 0, 0};
+          if (page + 8 * j >= pages) continue;
+          const int at = (pair * MAX_PAGES + page + 8 * j) * lines + line;
+          its_peak[j] = far_float(scratch<const float>(me.p, AT_PEAKS) + at);
+          its_total[j] = far_float(scratch<const float>(me.p, AT_TOTALS) + at);
+          v[j] = far_float4(scratch<const float>(me.p, AT_VALUES) + (long long)at * HEAD_DIM + dim);
+        }
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+          const float both = fmaxf(peak, its_peak[j]);
+          const float old = power_of_two(peak - both), its = power_of_two(its_peak[j] - both);
+          total = total * old + its_total[j] * its;
+          out[0] = out[0] * old + v[j].x * its, out[1] = out[1] * old + v[j].y * its;
+          out[2] = out[2] * old + v[j].z * its, out[3] = out[3] * old + v[j].w * its;
+          peak = both;
+        }
       }
 #pragma unroll
       for (int lanes = 1; lanes < 8; lanes <<= 1) {
@@ -789,7 +843,7 @@ DEVICE void merge(Self& me, const Turn& turn, int layer) {
         put_4(to, out);
     }
   }
-  order_copies();
+  order_global();
   sync_consumers();
   if (me.tid == 0) arrive_for_all(me);
   me.barrier++;
@@ -808,8 +862,6 @@ DEVICE void consume(Self& me) {
       me.phase = i;
       if (matrix == O) {
         stamp(me, layer, O_WAITS);
-        consumers_wait_for_blocks(me);
-        stamp(me, layer, O_ATTENDS);
         attend(me, turn, layer);
         stamp(me, layer, O_MERGES);
         merge(me, turn, layer);
@@ -871,7 +923,7 @@ DEVICE void load(Self& me) {
       me.phase = i;
       if (m.streamed && groups) {
         wait_for_blocks(me);
-        order_copies();
+        order_global();
       }
 #pragma unroll 1
       for (int tile = 0; tile < groups * m.tiles; tile++) {
@@ -919,26 +971,35 @@ DEVICE void sums_of(Self& me, const float* slab, const Shape& m, int of16, int c
 }
 
 // For this block's groups of a matrix, as their sums come: each of the two warps takes 32 rows of a group of 64, or every
-// other group of 16. make(block of 16 rows in the stream, the same among this block's own, column, sums).
+// other group of 16. scales: of the matrix's rows, or none; they are read while the sums are not there yet. make(block of
+// 16 rows in the stream, the same among this block's own, column, sums, scales of rows g and g + 8).
 template <class Make>
-DEVICE void drain(Self& me, const Shape& m, Make make) {
+DEVICE void drain(Self& me, const Shape& m, const float* scales, float input_scale, Make make) {
   const int warp = me.warp & 1, groups = share_of(m, me.block), sixteenths = m.group / 16;
 #pragma unroll 1
   for (int group = 0; group < groups; group++) {
     const u32 slab = me.unit % SLABS, turn = me.unit / SLABS;
     const bool is_ours = m.group == 64 || (int)(me.unit & 1) == warp;
+    const int first = m.group == 64 ? 2 * warp : 0, end = m.group == 64 ? first + 2 : is_ours;
+    const int in_stream = (group * BLOCKS + me.block) * sixteenths;
+    float scale[2][2] = {{1, 1}, {1, 1}};
+    if (scales) {
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        if (first + i / 2 < end) scale[i / 2][i % 2] = scales[(in_stream + first) * 16 + i * 8 + me.g] * input_scale;
+    }
     me.unit++;
     const u32 bar = shared_address(&shared().slab_full[slab]);
     wait(me, FOR_SUMS, me.unit, [=] { return barrier_passed(bar, turn & 1); });
     sync_warp();
     const float* sums = (const float*)(shared_base() + SLAB + slab * SLAB_BYTES);
-    const int first = m.group == 64 ? 2 * warp : 0, end = m.group == 64 ? first + 2 : is_ours;
 #pragma unroll 1
     for (int part = first * COLUMN_TILES; part < end * COLUMN_TILES; part++) {
       const int b = part / COLUMN_TILES, column = part % COLUMN_TILES;
+      const float its[2] = {b == first ? scale[0][0] : scale[1][0], b == first ? scale[0][1] : scale[1][1]};
       float c[4];
       sums_of(me, sums, m, b, column, c);
-      make((group * BLOCKS + me.block) * sixteenths + b, group * sixteenths + b, column, c);
+      make(in_stream + b, group * sixteenths + b, column, c, its);
     }
     sync_warp();
     if (me.lane == 0) barrier_arrive(shared_address(&shared().slab_free[slab]));
@@ -946,55 +1007,53 @@ DEVICE void drain(Self& me, const Shape& m, Make make) {
 }
 
 // All that this block makes of a matrix is written: tell the others. Who had nothing to do waits for the barrier before,
-// or the count would run ahead of it.
-DEVICE void made(Self& me, int groups, bool is_copied) {
-  if (is_copied) order_copies();  // by the loaders
+// or the count would run ahead of it. blocks: of 16 rows of h that are this block's; their squares go out together.
+DEVICE void made(Self& me, const Turn& turn, int groups, int matrix, int blocks) {
+  if (matrix == GATE_UP) order_global();
   sync_some<2, 64>();
-  if (me.warp == 18 && me.lane == 0) {
-    if (groups == 0) wait_for_blocks(me);
-    arrive_for_all(me);
+  if (me.warp == 18) {
+    if ((matrix == O || matrix == DOWN) && blocks && me.lane < turn.count) {
+      float sum = 0;
+      for (int own = 0; own < blocks; own++) sum += shared().squares[own][me.lane];
+      put_far_float(scratch<float>(me.p, AT_SQUARES) + me.lane * BLOCKS + me.block, sum);
+    }
+    sync_warp();
+    if (me.lane == 0) {
+      if (groups == 0) wait_for_blocks(me);
+      arrive_for_all(me);
+    }
   }
   me.barrier++;
 }
 
-DEVICE float row_scale(const Params& p, u64 scales, int stream_row, float input) {
-  return scales ? ((const float*)scales)[stream_row] * input : 1.0f;
-}
-
-DEVICE void put_qkv(Self& me, const Turn& turn, int layer, int block, int column, const float* c) {
+DEVICE void put_qkv(Self& me, const Turn& turn, int layer, int block, int column, const float* c, const float* scale) {
   const u16* bias = (const u16*)me.p.qkv_bias + (long long)layer * QKV_ROWS;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int in_stream = block * 16 + half * 8 + me.g, head = in_stream / HEAD_DIM;
     const int natural = head >= HEADS + KV_HEADS ? in_stream
                                                  : head * HEAD_DIM + half * HALF + in_stream % HEAD_DIM / 16 * 8 + me.g;
-    const float scale = HAS_FP8 ? row_scale(me.p, ((const u64*)me.p.scales)[layer * 4 + QKV], in_stream,
-                                            ((const float*)me.p.input_scales)[layer * 4 + QKV])
-                                : 1.0f;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int row = column * 8 + 2 * me.t + i;
       if (row >= turn.count) continue;
-      const float v = c[2 * half + i] * scale + (me.p.qkv_bias ? bf16_to_float(bias[natural]) : 0.0f);
+      const float v = c[2 * half + i] * scale[half] + (me.p.qkv_bias ? bf16_to_float(bias[natural]) : 0.0f);
       put_far_float(scratch<float>(me.p, AT_QKV) + row * QKV_ROWS + natural, v);
     }
   }
 }
 
 // h += sum, in bf16 as it is kept; its squares for the next norm.
-DEVICE void put_residual(Self& me, const Turn& turn, int layer, int matrix, int block, int own, int column, const float* c) {
+DEVICE void put_residual(Self& me, const Turn& turn, int block, int own, int column, const float* c, const float* scale) {
   float* kept = shared().residual[(own * COLUMN_TILES + column) * 32 + me.lane];
   float squares[2] = {};
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int feature = block * 16 + half * 8 + me.g;
-    const float scale = HAS_FP8 ? row_scale(me.p, ((const u64*)me.p.scales)[layer * 4 + matrix], feature,
-                                            ((const float*)me.p.input_scales)[layer * 4 + matrix])
-                                : 1.0f;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int row = column * 8 + 2 * me.t + i;
-      const u16 h = float_to_bf16(kept[2 * half + i] + c[2 * half + i] * scale);
+      const u16 h = float_to_bf16(kept[2 * half + i] + c[2 * half + i] * scale[half]);
       const float v = bf16_to_float(h);
       kept[2 * half + i] = v;
       squares[i] += v * v;
@@ -1008,24 +1067,9 @@ DEVICE void put_residual(Self& me, const Turn& turn, int layer, int matrix, int 
     if (me.g == 0) shared().squares[own][column * 8 + 2 * me.t + i] = squares[i];
   }
 }
-DEVICE void put_squares(Self& me, const Turn& turn, int blocks) {
-  sync_some<2, 64>();
-  if (me.warp != 18 || me.lane >= turn.count || blocks == 0) return;
-  float sum = 0;
-  for (int own = 0; own < blocks; own++) sum += shared().squares[own][me.lane];
-  put_far_float(scratch<float>(me.p, AT_SQUARES) + me.lane * BLOCKS + me.block, sum);
-}
-
-DEVICE void put_gated(Self& me, const Turn& turn, int layer, int block, int column, const float* c) {
+// SiLU(gate) * up, the input of down. factor: 1 / its scale.
+DEVICE void put_gated(Self& me, const Turn& turn, float factor, int block, int column, const float* c, const float* scale) {
   constexpr Shape m = ALL.of[DOWN];
-  float scale[2] = {1, 1}, factor = 1;
-  if constexpr (HAS_FP8) {
-    const float* inputs = (const float*)me.p.input_scales + layer * 4;
-    const u64 scales = ((const u64*)me.p.scales)[layer * 4 + GATE_UP];
-    scale[0] = row_scale(me.p, scales, block * 16 + me.g, inputs[GATE_UP]);
-    scale[1] = row_scale(me.p, scales, block * 16 + 8 + me.g, inputs[GATE_UP]);
-    factor = 1.0f / inputs[DOWN];
-  }
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     const int row = column * 8 + 2 * me.t + i;
@@ -1039,7 +1083,7 @@ DEVICE void put_gated(Self& me, const Turn& turn, int layer, int block, int colu
   }
 }
 
-DEVICE void put_logits(Self& me, const Turn& turn, int block, int column, const float* c, u64 best[2][2]) {
+DEVICE void put_logits(Self& me, const Turn& turn, int block, int column, const float* c, const float* scale, u64 best[2][2]) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int token = block * 16 + half * 8 + me.g;
@@ -1048,8 +1092,7 @@ DEVICE void put_logits(Self& me, const Turn& turn, int block, int column, const 
     for (int i = 0; i < 2; i++) {
       const int row = column * 8 + 2 * me.t + i;
       if (row >= turn.count) continue;
-      const float scale = HAS_FP8_HEAD ? ((const float*)me.p.head_scale)[token] * shared().scale[row] : 1.0f;
-      const float logit = c[2 * half + i] * scale;
+      const float logit = c[2 * half + i] * (HAS_FP8_HEAD ? scale[half] * shared().scale[row] : 1.0f);
       if (me.p.logits) ((float*)me.p.logits)[(long long)row * ALL.of[HEAD].rows + token] = logit;
       const u64 choice = token < me.p.vocab_limit ? choice_of(logit, token) : 0;
 #pragma unroll
@@ -1091,21 +1134,24 @@ DEVICE void finish(Self& me) {
         const Shape& m = all_shapes.of[matrix];
         me.phase = layer * 4 + matrix;
         if (matrix == O || (matrix != DOWN && m.streamed)) me.barrier++;  // that the consumers arrive at
-        drain(me, m, [&](int block, int own, int column, const float* c) {
-          if (matrix == QKV) put_qkv(me, turn, layer, block, column, c);
-          if (matrix == O || matrix == DOWN) put_residual(me, turn, layer, matrix, block, own, column, c);
-          if (matrix == GATE_UP) put_gated(me, turn, layer, block, column, c);
+        const float* scales = HAS_FP8 ? (const float*)((const u64*)me.p.scales)[layer * 4 + matrix] : nullptr;
+        const float input = HAS_FP8 ? ((const float*)me.p.input_scales)[layer * 4 + matrix] : 1.0f;
+        const float factor = HAS_FP8 && matrix == GATE_UP ? 1.0f / ((const float*)me.p.input_scales)[layer * 4 + DOWN] : 1.0f;
+        drain(me, m, scales, input, [&](int block, int own, int column, const float* c, const float* scale) {
+          if (matrix == QKV) put_qkv(me, turn, layer, block, column, c, scale);
+          if (matrix == O || matrix == DOWN) put_residual(me, turn, block, own, column, c, scale);
+          if (matrix == GATE_UP) put_gated(me, turn, factor, block, column, c, scale);
         });
-        if (matrix == O || matrix == DOWN) put_squares(me, turn, groups * sixteenths);
-        made(me, share_of(m, me.block), matrix == GATE_UP);
+        made(me, turn, share_of(m, me.block), matrix, groups * sixteenths);
       }
     }
     me.phase = me.p.layers * 4;
     if (all_shapes.of[HEAD].streamed) me.barrier++;
     u64 best[2][2] = {};
-    drain(me, all_shapes.of[HEAD], [&](int block, int, int column, const float* c) {
-      put_logits(me, turn, block, column, c, best);
-    });
+    drain(me, all_shapes.of[HEAD], HAS_FP8_HEAD ? (const float*)me.p.head_scale : nullptr, 1,
+          [&](int block, int, int column, const float* c, const float* scale) {
+            put_logits(me, turn, block, column, c, scale, best);
+          });
 #pragma unroll
     for (int column = 0; column < COLUMN_TILES; column++)
 #pragma unroll
@@ -1119,7 +1165,7 @@ DEVICE void finish(Self& me) {
         const int row = column * 8 + 2 * me.t + i;
         if (me.g == 0 && row < turn.count && choice) raise_to(choices_at(me.p, step) + row, choice);
       }
-    made(me, share_of(all_shapes.of[HEAD], me.block), false);
+    made(me, turn, share_of(all_shapes.of[HEAD], me.block), HEAD, 0);
   }
   if (me.block || me.warp != 18) return;  // one warp of one block tells what was chosen
   if (me.lane == 0) wait_for_blocks(me);
@@ -1156,7 +1202,7 @@ KERNEL step(PARAMETERS p) {
       barrier_init(shared_address(&s.slab_free[i]), 2);  // epilogue warps
     }
     barrier_init_done();
-    order_copies();
+    order_shared();
     s.is_lost = read_volatile((const int*)p.trouble);
   }
   sync_block();
