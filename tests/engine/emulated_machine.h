@@ -31,6 +31,7 @@ struct uint4 {
 
 #define DEVICE static inline
 #define APART static
+#define METHOD inline
 #define CONSTANT static const
 #define CONSTEXPR constexpr
 #define KERNEL static void
@@ -141,6 +142,7 @@ static void finish_copy(Block& block, const Copy& copy, Barrier& bar) {
 
 }  // namespace emulated
 
+DEVICE void forget(int&) {}
 DEVICE int thread_index() { return emulated::current->thread; }
 DEVICE int block_index() { return (int)(emulated::current->block - emulated::blocks.data()); }
 DEVICE u8* shared_base() { return emulated::current->block->memory.data(); }
@@ -217,6 +219,7 @@ static T read_as(const void* p) {
 DEVICE float far_float(const float* p) { return read_as<float>(p); }
 DEVICE float4 far_float4(const void* p) { return read_as<float4>(p); }
 DEVICE uint4 far_words(const void* p) { return read_as<uint4>(p); }
+DEVICE void bring_near(const void*) {}
 DEVICE u64 far_u64(const u64* p) { return read_as<u64>(p); }
 DEVICE void put_far_float(float* p, float v) { *p = v; }
 DEVICE void put_far_float2(float* p, float a, float b) { p[0] = a, p[1] = b; }

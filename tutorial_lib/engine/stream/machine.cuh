@@ -7,11 +7,15 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 
 #define DEVICE __device__ __forceinline__
+#define METHOD __device__ __forceinline__
 #define APART __device__ __noinline__  // what is seldom called should not stand between what is called often
 #define CONSTANT __constant__ const
 #define CONSTEXPR __host__ __device__ constexpr
 #define KERNEL extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #define PARAMETERS const __grid_constant__ Params
+
+// From here on the compiler takes v for a new value: what follows from it is not kept in registers from before.
+DEVICE void forget(int& v) { asm volatile("" : "+r"(v)); }
 
 DEVICE int thread_index() { return threadIdx.x; }
 DEVICE int block_index() { return blockIdx.x; }
@@ -155,6 +159,9 @@ DEVICE uint4 far_words(const void* p) {
                : "l"(p)
                : "memory");
   return v;
+}
+DEVICE void bring_near(const void* p) {  // a line of 128 bytes into L2
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p) : "memory");
 }
 DEVICE u64 far_u64(const u64* p) {
   u64 v;

@@ -88,12 +88,17 @@ CONSTEXPR int activation_at(const Shape& m, int k_byte, int row) {
 
 struct Self {
   const Params& p;
-  int tid, warp, lane, g, t, block;  // lane = 4 g + t, as tensor cores deal out their results
+  int tid, warp;
   bool lost;
-  int phase;                  // for the error that names it
-  u32 barrier;                // barriers of all blocks that lie behind
-  u32 tile, slot, parity;     // of the ring
-  u32 unit;                   // slabs handed over
+  int phase;               // for the error that names it
+  u32 barrier;             // barriers of all blocks that lie behind
+  u32 tile, slot, parity;  // of the ring
+  u32 unit;                // slabs handed over
+
+  METHOD int block() const { return block_index(); }
+  METHOD int lane() const { return tid & 31; }
+  METHOD int g() const { return tid >> 2 & 7; }  // lane = 4 g + t, as tensor cores deal out their results
+  METHOD int t() const { return tid & 3; }
 };
 
 struct Turn {  // one step of a launch
@@ -118,7 +123,7 @@ enum Wait { FOR_BLOCKS = 1, FOR_A_TILE, FOR_ROOM_IN_THE_RING, FOR_SUMS, FOR_ROOM
 
 template <class Test>
 DEVICE void wait(Self& me, Wait what, u32 which, Test test) {
-  if (!me.lost) me.lost = !await(test, (int*)me.p.trouble, what, me.phase, me.block, which);
+  if (!me.lost) me.lost = !await(test, (int*)me.p.trouble, what, me.phase, me.block(), which);
 }
 DEVICE void wait_for_blocks(Self& me) {
   const u32* counter = (const u32*)me.p.counters;
@@ -130,6 +135,12 @@ DEVICE void sync_consumers() { sync_some<1, CONSUMERS>(); }
 DEVICE void consumers_wait_for_blocks(Self& me) {
   if (me.tid == 0) wait_for_blocks(me);
   sync_consumers();
+}
+
+// A phase begins: registers are scarce, and what an earlier one computed of the thread's place is soon computed again.
+DEVICE void begin_phase(Self& me, int phase) {
+  me.phase = phase;
+  forget(me.tid);
 }
 
 DEVICE void next_slot(Self& me) {
@@ -155,7 +166,7 @@ enum Stamp {
 };
 DEVICE void stamp(const Self& me, int layer, int which, bool is_ns = false) {
   if (!me.p.clock || me.tid) return;
-  u64* at = (u64*)me.p.clock + (me.block * (me.p.layers + 1) + layer) * STAMPS + which;
+  u64* at = (u64*)me.p.clock + (me.block() * (me.p.layers + 1) + layer) * STAMPS + which;
   *at = is_ns ? nanoseconds() : cycles();
 }
 
@@ -203,7 +214,7 @@ APART Unit unit_of(const Params& p, int block, int turn) {
   return {-1, 0, 0, 0};
 }
 DEVICE void find_units(Self& me) {
-  if (me.tid < KNOWN_UNITS) *(Unit*)shared().unit[me.tid] = unit_of(me.p, me.block, me.tid);
+  if (me.tid < KNOWN_UNITS) *(Unit*)shared().unit[me.tid] = unit_of(me.p, me.block(), me.tid);
 }
 
 // What the consumers have to know of the rows of a step.
@@ -249,7 +260,7 @@ DEVICE void find_inverses(Self& me, const Turn& turn, bool is_first) {
     if (is_first) {
       const uint4* h = source_of(me.p, true, row);
 #pragma unroll 1
-      for (int i = me.lane; i < HIDDEN / 8; i += 32) {
+      for (int i = me.lane(); i < HIDDEN / 8; i += 32) {
         const uint4 w = far_words(h + i);
         const u32 words[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
@@ -263,7 +274,7 @@ DEVICE void find_inverses(Self& me, const Turn& turn, bool is_first) {
       float part[(OWNERS + 31) / 32];
 #pragma unroll
       for (int i = 0; i < (OWNERS + 31) / 32; i++) {
-        const int owner = me.lane + 32 * i;
+        const int owner = me.lane() + 32 * i;
         part[i] = owner < OWNERS ? far_float(sums + owner) : 0.0f;
       }
 #pragma unroll
@@ -271,7 +282,7 @@ DEVICE void find_inverses(Self& me, const Turn& turn, bool is_first) {
     }
 #pragma unroll
     for (int lanes = 16; lanes; lanes >>= 1) sum += shuffle(sum, lanes);
-    if (me.lane == 0) {
+    if (me.lane() == 0) {
       s.inverse[row] = inverse_root(sum * (1.0f / HIDDEN) + me.p.eps);
       s.peak[row] = 0;
     }
@@ -305,14 +316,15 @@ DEVICE uint4 packed(const float* v, float factor) {
 template <bool TO_FP8>
 DEVICE void normalize(Self& me, const Turn& turn, int layer, int matrix, const Shape& m, bool is_first) {
   constexpr int WORDS = TO_FP8 ? 2 : 1;     // uint4 of 8 bf16 values that make a unit
-  constexpr int BATCH = least(ROWS, 3);     // loads in flight
+  constexpr int BATCH = ROWS > 4 ? 3 : 1;   // rows whose loads are under way at once
+  constexpr bool IS_AHEAD = ROWS <= 4;      // the first of them before the rows' means are known
   constexpr bool FINDS_SCALE = TO_FP8 && HAS_FP8_HEAD;
   Shared& s = shared();
   const bool is_head = matrix == HEAD;
   const u16* weight = (const u16*)me.p.norms + (long long)(2 * layer + (matrix == GATE_UP)) * HIDDEN;  // the last: the head's
   const float factor = HAS_FP8 && !is_head ? 1.0f / ((const float*)me.p.input_scales)[layer * 4 + matrix] : 1.0f;
   const int units = m.tiles * m.pieces() * m.width / 16, real = m.k_bytes / 16;  // beyond are zeros, as in the weights
-  const int threads = m.streamed ? BLOCKS * CONSUMERS : CONSUMERS, own = m.streamed ? me.block + BLOCKS * me.tid : me.tid;
+  const int threads = m.streamed ? BLOCKS * CONSUMERS : CONSUMERS, own = m.streamed ? me.block() + BLOCKS * me.tid : me.tid;
   const int abreast = most(1, threads / units);  // rows that the threads take at once
   const int first = own / units, start_unit = abreast > 1 ? own % units : own;
   u8* const to = m.streamed ? scratch<u8>(me.p, AT_NORMED) : shared_base() + AREA;
@@ -338,7 +350,7 @@ DEVICE void normalize(Self& me, const Turn& turn, int layer, int matrix, const S
   load_weight(is_busy ? start_unit : real);  // while the others are still at work
   consumers_wait_for_blocks(me);
   stamp(me, layer, is_head ? HEAD_NORM : matrix == QKV ? QKV_NORM : GATE_UP_NORM);
-  if (is_busy) load(start_unit, first);
+  if (IS_AHEAD && is_busy) load(start_unit, first);
   find_inverses(me, turn, is_first);
 #pragma unroll 1
   for (int pass = FINDS_SCALE && is_head ? 0 : 1; pass < 2; pass++) {
@@ -348,7 +360,7 @@ DEVICE void normalize(Self& me, const Turn& turn, int layer, int matrix, const S
       u8* const at = to + activation_at(m, unit * 16, 0);
 #pragma unroll 1
       for (int row = first; row < turn.count; row += abreast * BATCH) {
-        if (unit != start_unit || row != first || (FINDS_SCALE && is_head && pass)) load(unit, row);
+        if (!IS_AHEAD || unit != start_unit || row != first || (FINDS_SCALE && is_head && pass)) load(unit, row);
 #pragma unroll
         for (int b = 0; b < BATCH; b++) {
           const int here = row + b * abreast;
@@ -385,7 +397,7 @@ DEVICE void prepare_input(Self& me, const Turn& turn, int layer, int matrix) {
   const Shape& m = all_shapes.of[matrix];
   const bool is_first = matrix == QKV && layer == 0;
   stamp(me, layer, matrix == HEAD ? HEAD_WAITS : matrix == QKV ? QKV_WAITS : GATE_UP_WAITS);
-  if (!m.streamed && share_of(m, me.block) == 0)
+  if (!m.streamed && share_of(m, me.block()) == 0)
     consumers_wait_for_blocks(me);
   else if (HAS_FP8 == HAS_FP8_HEAD || matrix != HEAD)
     normalize<HAS_FP8>(me, turn, layer, matrix, m, is_first);
@@ -404,7 +416,7 @@ DEVICE void pass_tile(Self& me) {
   const u32 bar = shared_address(&shared().full[me.slot]), parity = me.parity;
   wait(me, FOR_A_TILE, me.tile, [=] { return barrier_passed(bar, parity); });
   sync_warp();
-  if (me.lane == 0) barrier_arrive(shared_address(&shared().empty[me.slot]));
+  if (me.lane() == 0) barrier_arrive(shared_address(&shared().empty[me.slot]));
   next_slot(me);
 }
 
@@ -416,7 +428,7 @@ DEVICE void multiply(Self& me, const Shape& m) {
   constexpr int PIECES = 64 / GROUP, N = GROUP == 64 ? COLUMN_TILES * 8 : PIECES * COLUMNS;
   constexpr int KEPT = GROUP == 64 ? COLUMN_TILES : COLUMNS > 8 ? 2 : 1;  // column tiles of N that are this warp's
   constexpr u32 COLUMN_BYTES = PIECES * COLUMNS * 16;
-  const int warpgroup = me.warp >> 2, quarter = me.warp & 3, groups = share_of(m, me.block);
+  const int warpgroup = me.warp >> 2, quarter = me.warp & 3, groups = share_of(m, me.block());
   constexpr int STEPS = WIDTH / 32, CHAIN = 4;
   const u32 area = shared_address(shared_base() + AREA), in_slot = TILE_BYTES;
 #pragma unroll 1
@@ -462,7 +474,7 @@ DEVICE void multiply(Self& me, const Shape& m) {
           }
         }
       }
-      if (me.lane == 0) barrier_arrive(shared_address(&shared().empty[me.slot]));
+      if (me.lane() == 0) barrier_arrive(shared_address(&shared().empty[me.slot]));
       next_slot(me);
       ++tile;
       foreign = 3;
@@ -478,17 +490,17 @@ DEVICE void multiply(Self& me, const Shape& m) {
       float* out = (float*)(shared_base() + SLAB + slab * SLAB_BYTES) + (quarter * 4 + own) * (ROWS * 20);
 #pragma unroll
       for (int j = 0; j < KEPT; j++) {
-        const int row = GROUP == 64 ? j * 8 + 2 * me.t : (quarter * COLUMNS / 8 + j) * 8 + 2 * me.t - quarter * COLUMNS;
+        const int row = GROUP == 64 ? j * 8 + 2 * me.t() : (quarter * COLUMNS / 8 + j) * 8 + 2 * me.t() - quarter * COLUMNS;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
           if (row + i < 0 || row + i >= ROWS) continue;
-          out[(row + i) * 20 + me.g] = sum[4 * j + i];
-          out[(row + i) * 20 + me.g + 8] = sum[4 * j + 2 + i];
+          out[(row + i) * 20 + me.g()] = sum[4 * j + i];
+          out[(row + i) * 20 + me.g() + 8] = sum[4 * j + 2 + i];
         }
       }
     }
     sync_warp();
-    if (me.lane == 0) barrier_arrive(shared_address(&shared().slab_full[slab]));
+    if (me.lane() == 0) barrier_arrive(shared_address(&shared().slab_full[slab]));
   }
 }
 
@@ -576,66 +588,94 @@ DEVICE void keep_page(Self& me, const Page& page, const uint4* held, u8* to) {
 }
 
 // What the product left of the step's own rows: the queries of all rows and heads that share this head of keys, into shared
-// memory; and the keys and values that belong into this page, into the cache too. 8 values at a time: 4 rotary pairs,
+// memory; and the keys and values that belong into this page, into the cache too. An item is 8 values: 4 rotary pairs,
 // normed (Qwen3) and rotated, or 8 values as they are. The lanes of one head lie side by side.
-DEVICE void finish_rows(Self& me, const Turn& turn, int layer, const Page& page, u8* queries, u8* keys, u8* values) {
+struct Item {
+  bool is_active, is_query, is_value;
+  int line, position, row, low, high;  // low, high: where in the head its two fours stand
+  float a[4], b[4], c[4], s[4];
+};
+DEVICE void read_item(Self& me, const Turn& turn, const Page& page, int padded, int first, int fresh, int number, Item& it) {
   constexpr int EIGHTHS = HEAD_DIM / 8;
-  const int lines = turn.rows * QUERIES, padded = up_to(lines, 16);
-  const int first = most(page.start, page.page * PAGE), fresh = most(0, least(page.positions, (page.page + 1) * PAGE) - first);
-  const int items = (padded + 2 * fresh) * EIGHTHS;
-  const float* angles[2] = {(const float*)me.p.cos, (const float*)me.p.sin};
-#pragma unroll 1
-  for (int begin = 0; begin < items; begin += CONSUMERS) {
-    const bool is_active = begin + me.tid < items;
-    const int item = is_active ? begin + me.tid : 0, i = item % EIGHTHS, line = item / EIGHTHS;
-    const bool is_query = line < padded, is_value = line >= padded + fresh;
-    const int position = first + (line - padded) - (is_value ? fresh : 0);
-    const int inside = is_query ? least(line, lines - 1) / QUERIES : position - page.start;
-    const int row = page.sequence * turn.rows + inside;
-    const int head = is_query ? page.head * QUERIES + line % QUERIES : HEADS + page.head + (is_value ? KV_HEADS : 0);
-    const int low = is_value ? 8 * i : 4 * i, high = is_value ? low + 4 : HALF + low;
-    const float* raw = scratch<const float>(me.p, AT_QKV) + row * QKV_ROWS + head * HEAD_DIM;
-    const float4 a4 = far_float4(raw + low), b4 = far_float4(raw + high);
-    float a[4] = {a4.x, a4.y, a4.z, a4.w}, b[4] = {b4.x, b4.y, b4.z, b4.w};
-    if constexpr (HAS_QK_NORM) {
-      float sum = 0;
+  const int lines = turn.rows * QUERIES;
+  it.is_active = number < (padded + 2 * fresh) * EIGHTHS;
+  if (!it.is_active) number = 0;
+  const int i = number % EIGHTHS;
+  it.line = number / EIGHTHS;
+  it.is_query = it.line < padded, it.is_value = it.line >= padded + fresh;
+  it.position = first + (it.line - padded) - (it.is_value ? fresh : 0);
+  const int inside = it.is_query ? least(it.line, lines - 1) / QUERIES : it.position - page.start;
+  it.row = page.sequence * turn.rows + inside;
+  const int head = it.is_query ? page.head * QUERIES + it.line % QUERIES : HEADS + page.head + (it.is_value ? KV_HEADS : 0);
+  it.low = it.is_value ? 8 * i : 4 * i, it.high = it.is_value ? it.low + 4 : HALF + it.low;
+  const float* raw = scratch<const float>(me.p, AT_QKV) + it.row * QKV_ROWS + head * HEAD_DIM;
+  const float4 a = far_float4(raw + it.low), b = far_float4(raw + it.high);
+  it.a[0] = a.x, it.a[1] = a.y, it.a[2] = a.z, it.a[3] = a.w;
+  it.b[0] = b.x, it.b[1] = b.y, it.b[2] = b.z, it.b[3] = b.w;
+  const long long angle = (long long)(page.start + shared().depth[it.row]) * HALF + (it.is_value ? 0 : it.low);
+  const float4 c = far_float4((const float*)me.p.cos + angle), s = far_float4((const float*)me.p.sin + angle);
+  it.c[0] = c.x, it.c[1] = c.y, it.c[2] = c.z, it.c[3] = c.w;
+  it.s[0] = s.x, it.s[1] = s.y, it.s[2] = s.z, it.s[3] = s.w;
+}
+DEVICE void keep_item(Self& me, const Turn& turn, int layer, const Page& page, u8* queries, u8* keys, u8* values, Item& it) {
+  if constexpr (HAS_QK_NORM) {
+    float sum = 0;
 #pragma unroll
-      for (int j = 0; j < 4; j++) sum += a[j] * a[j] + b[j] * b[j];
+    for (int j = 0; j < 4; j++) sum += it.a[j] * it.a[j] + it.b[j] * it.b[j];
 #pragma unroll
-      for (int lanes = EIGHTHS / 2; lanes; lanes >>= 1) sum += shuffle(sum, lanes);
-      const float inverse = inverse_root(sum * (1.0f / HEAD_DIM) + me.p.eps);
-      const u16* norm = (const u16*)(is_query ? me.p.q_norm : me.p.k_norm) + layer * HEAD_DIM;
+    for (int lanes = HEAD_DIM / 16; lanes; lanes >>= 1) sum += shuffle(sum, lanes);
+    const float inverse = inverse_root(sum * (1.0f / HEAD_DIM) + me.p.eps);
+    const u16* norm = (const u16*)(it.is_query ? me.p.q_norm : me.p.k_norm) + layer * HEAD_DIM;
 #pragma unroll
-      for (int j = 0; j < 4; j++)
-        if (!is_value) {
-          a[j] *= inverse * bf16_to_float(norm[low + j]);
-          b[j] *= inverse * bf16_to_float(norm[high + j]);
-        }
-    }
-    if (!is_value) {
-      const long long angle = (long long)(page.start + shared().depth[row]) * HALF + low;
-      const float4 c4 = *(const float4*)(angles[0] + angle), s4 = *(const float4*)(angles[1] + angle);
-      const float c[4] = {c4.x, c4.y, c4.z, c4.w}, s[4] = {s4.x, s4.y, s4.z, s4.w};
-      const float factor = !is_query ? 1.0f : line < lines ? inverse_root((float)HEAD_DIM) : 0.0f;
-#pragma unroll
-      for (int j = 0; j < 4; j++) {
-        const float x = a[j], y = b[j];
-        a[j] = (x * c[j] - y * s[j]) * factor;
-        b[j] = (y * c[j] + x * s[j]) * factor;
+    for (int j = 0; j < 4; j++)
+      if (!it.is_value) {
+        it.a[j] *= inverse * bf16_to_float(norm[it.low + j]);
+        it.b[j] *= inverse * bf16_to_float(norm[it.high + j]);
       }
+  }
+  if (!it.is_value) {
+    const int lines = turn.rows * QUERIES;
+    const float factor = !it.is_query ? 1.0f : it.line < lines ? inverse_root((float)HEAD_DIM) : 0.0f;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const float x = it.a[j], y = it.b[j];
+      it.a[j] = (x * it.c[j] - y * it.s[j]) * factor;
+      it.b[j] = (y * it.c[j] + x * it.s[j]) * factor;
     }
-    if (!is_active) continue;
-    if (is_query) {
-      put_4(queries + line * LINE + 2 * low, a);
-      put_4(queries + line * LINE + 2 * high, b);
-    } else {
-      const int key = position % PAGE;
-      const float scale = HAS_FP8_CACHE ? ((const float*)me.p.kv_scale)[layer * 2 + is_value] : 1.0f;
-      u8* cache = page.cache + (is_value ? KV_HEADS * HEAD_PAGE_BYTES : 0) + key * HEAD_DIM * CACHE_EACH;
-      u8* copy = (is_value ? values : keys) + key * LINE;
-      put_into_cache(cache + low * CACHE_EACH, copy + 2 * low, a, scale);
-      put_into_cache(cache + high * CACHE_EACH, copy + 2 * high, b, scale);
+  }
+  if (!it.is_active) return;
+  if (it.is_query) {
+    put_4(queries + it.line * LINE + 2 * it.low, it.a);
+    put_4(queries + it.line * LINE + 2 * it.high, it.b);
+  } else {
+    const int key = it.position % PAGE;
+    const float scale = HAS_FP8_CACHE ? ((const float*)me.p.kv_scale)[layer * 2 + it.is_value] : 1.0f;
+    u8* cache = page.cache + (it.is_value ? KV_HEADS * HEAD_PAGE_BYTES : 0) + key * HEAD_DIM * CACHE_EACH;
+    u8* copy = (it.is_value ? values : keys) + key * LINE;
+    put_into_cache(cache + it.low * CACHE_EACH, copy + 2 * it.low, it.a, scale);
+    put_into_cache(cache + it.high * CACHE_EACH, copy + 2 * it.high, it.b, scale);
+  }
+}
+// A page's keys and values, those of before from the cache and the step's own, and the queries, into shared memory.
+DEVICE void gather(Self& me, const Turn& turn, int layer, const Page& page, u8* queries, u8* keys, u8* values) {
+  constexpr int BATCH = ROWS > 4 ? 2 : 1;  // items whose loads are under way at once
+  const int padded = up_to(turn.rows * QUERIES, 16), first = most(page.start, page.page * PAGE);
+  const int fresh = most(0, least(page.positions, (page.page + 1) * PAGE) - first), all = (padded + 2 * fresh) * (HEAD_DIM / 8);
+  uint4 k[PIECES_EACH], v[PIECES_EACH];
+  Item items[BATCH];
+  read_page(me, page, page.cache, k);
+  read_page(me, page, page.cache + KV_HEADS * HEAD_PAGE_BYTES, v);
+#pragma unroll 1
+  for (int begin = 0; begin < all; begin += BATCH * CONSUMERS) {
+#pragma unroll
+    for (int b = 0; b < BATCH; b++)
+      read_item(me, turn, page, padded, first, fresh, begin + b * CONSUMERS + me.tid, items[b]);
+    if (begin == 0) {
+      keep_page(me, page, k, keys);
+      keep_page(me, page, v, values);
     }
+#pragma unroll
+    for (int b = 0; b < BATCH; b++) keep_item(me, turn, layer, page, queries, keys, values, items[b]);
   }
 }
 
@@ -645,8 +685,8 @@ constexpr int WIDE = HEAD_DIM % 32 == 0 ? 32 : 16, PARTS = HEAD_DIM / WIDE, KEY_
 DEVICE void scores_of(Self& me, const Turn& turn, int layer, const Page& page, const u8* queries, const u8* keys, int tile,
                       u32 weights[KEY_TILES][2], float peak[2], float total[2]) {
   float c[KEY_TILES][4] = {};
-  const u32 q = shared_address(queries) + (tile * 16 + me.lane % 16) * LINE + me.lane / 16 * 16;
-  const u32 k = shared_address(keys) + (me.lane / 16 * 8 + me.lane % 8) * LINE + me.lane / 8 % 2 * 16;
+  const u32 q = shared_address(queries) + (tile * 16 + me.lane() % 16) * LINE + me.lane() / 16 * 16;
+  const u32 k = shared_address(keys) + (me.lane() / 16 * 8 + me.lane() % 8) * LINE + me.lane() / 8 % 2 * 16;
 #pragma unroll 1
   for (int at = 0; at < HEAD_DIM * 2; at += 32) {
     u32 a[4];
@@ -663,8 +703,8 @@ DEVICE void scores_of(Self& me, const Turn& turn, int layer, const Page& page, c
   const int lines = turn.rows * QUERIES;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    const int inside = least(tile * 16 + half * 8 + me.g, lines - 1) / QUERIES;
-    const int row = page.sequence * turn.rows + inside, offset = page.page * PAGE + 2 * me.t - page.start;
+    const int inside = least(tile * 16 + half * 8 + me.g(), lines - 1) / QUERIES;
+    const int row = page.sequence * turn.rows + inside, offset = page.page * PAGE + 2 * me.t() - page.start;
     const int first = me.p.window ? shared().depth[row] - me.p.window + 1 : -1 << 30;  // that its window holds
     const u64 seen = shared().seen[row];
     float best = NEVER;
@@ -703,7 +743,7 @@ DEVICE void scores_of(Self& me, const Turn& turn, int layer, const Page& page, c
 DEVICE void values_of(Self& me, const Turn& turn, int layer, const Page& page, const u8* values, int tile, int part,
                       const u32 weights[KEY_TILES][2], const float peak[2], const float total[2]) {
   float c[WIDE / 8][4] = {};
-  const u32 v = shared_address(values) + (me.lane % 16) * LINE + part * WIDE * 2 + me.lane / 16 * 16;
+  const u32 v = shared_address(values) + (me.lane() % 16) * LINE + part * WIDE * 2 + me.lane() / 16 * 16;
 #pragma unroll
   for (int j = 0; j < KEY_TILES; j += 2) {
     const u32 a[4] = {weights[j][0], weights[j][1], weights[j + 1][0], weights[j + 1][1]};
@@ -720,16 +760,16 @@ DEVICE void values_of(Self& me, const Turn& turn, int layer, const Page& page, c
   const int base = ((page.sequence * KV_HEADS + page.head) * MAX_PAGES + page.page) * lines;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    const int line = tile * 16 + half * 8 + me.g;
+    const int line = tile * 16 + half * 8 + me.g();
     if (line >= lines) continue;
-    if (part == 0 && me.t == 0) {
+    if (part == 0 && me.t() == 0) {
       put_far_float(scratch<float>(me.p, AT_PEAKS) + base + line, peak[half]);
       put_far_float(scratch<float>(me.p, AT_TOTALS) + base + line, total[half]);
     }
     float* out = scratch<float>(me.p, AT_VALUES) + (long long)(base + line) * HEAD_DIM + part * WIDE;
 #pragma unroll
     for (int j = 0; j < WIDE / 8; j++)
-      put_far_float2(out + j * 8 + 2 * me.t, c[j][2 * half] * factor, c[j][2 * half + 1] * factor);
+      put_far_float2(out + j * 8 + 2 * me.t(), c[j][2 * half] * factor, c[j][2 * half + 1] * factor);
   }
 }
 
@@ -742,26 +782,24 @@ DEVICE void attend(Self& me, const Turn& turn, int layer) {
   const int tiles = (turn.rows * QUERIES + 15) / 16;
 #pragma unroll 1
   for (int i = 0;; i++) {
-    const Unit unit = i < KNOWN_UNITS ? *(const Unit*)s.unit[i] : unit_of(me.p, me.block, i);
+    const Unit unit = i < KNOWN_UNITS ? *(const Unit*)s.unit[i] : unit_of(me.p, me.block(), i);
     const bool is_there = unit.sequence >= 0;
     Page page;
-    uint4 k[PIECES_EACH], v[PIECES_EACH];
     if (is_there) {
       page.sequence = unit.sequence, page.head = unit.head, page.page = unit.page;
       page.start = s.start[unit.sequence], page.positions = page.start + turn.rows;
       const long long at = ((long long)layer * me.p.pages + unit.id) * 2 * KV_HEADS + unit.head;
       page.cache = (u8*)me.p.cache + at * HEAD_PAGE_BYTES;
-      read_page(me, page, page.cache, k);
-      read_page(me, page, page.cache + KV_HEADS * HEAD_PAGE_BYTES, v);
     }
-    if (i == 0) {  // what earlier steps left of keys and values is there, the step's own only now
+    if (i == 0) {  // what earlier steps left of keys and values is there already, the step's own are not
+      const int line = me.tid * 128;
+      if (is_there && line < 2 * HEAD_PAGE_BYTES)
+        bring_near(page.cache + (line < HEAD_PAGE_BYTES ? line : line + (KV_HEADS - 1) * HEAD_PAGE_BYTES));
       consumers_wait_for_blocks(me);
       stamp(me, layer, O_ATTENDS);
     }
     if (!is_there) break;
-    finish_rows(me, turn, layer, page, queries, keys, values);
-    keep_page(me, page, k, keys);
-    keep_page(me, page, v, values);
+    gather(me, turn, layer, page, queries, keys, values);
     sync_consumers();
 #pragma unroll 1
     for (int task = me.warp; task < tiles * PARTS; task += 16) {
@@ -783,7 +821,7 @@ DEVICE void merge(Self& me, const Turn& turn, int layer) {
   const int lines = turn.rows * QUERIES, items = lines * (HEAD_DIM / 4);
   const float factor = HAS_FP8 ? 1.0f / ((const float*)me.p.input_scales)[layer * 4 + O] : 1.0f;
 #pragma unroll 1
-  for (int pair = me.block / each; pair < pairs && me.block < each * abreast; pair += abreast) {
+  for (int pair = me.block() / each; pair < pairs && me.block() < each * abreast; pair += abreast) {
     const int sequence = pair / KV_HEADS, head = pair % KV_HEADS, pages = shared().pages[sequence];
     if (me.tid == 0) {
       const u32 all = shared().merged[sequence] + (layer + 1) * pages;  // added to its counter since the launch began
@@ -792,7 +830,7 @@ DEVICE void merge(Self& me, const Turn& turn, int layer) {
     }
     sync_consumers();
 #pragma unroll 1
-    for (int begin = me.block % each * (CONSUMERS / 8); begin < items; begin += each * (CONSUMERS / 8)) {
+    for (int begin = me.block() % each * (CONSUMERS / 8); begin < items; begin += each * (CONSUMERS / 8)) {
       const int item = least(begin + me.tid / 8, items - 1), line = item / (HEAD_DIM / 4), dim = item % (HEAD_DIM / 4) * 4;
       float peak = NEVER, total = 0, out[4] = {};
 #pragma unroll 1
@@ -859,17 +897,19 @@ DEVICE void consume(Self& me) {
 #pragma unroll 1
     for (int i = 0; i <= me.p.layers * 4; i++) {
       const int layer = i / 4, matrix = layer == me.p.layers ? HEAD : i % 4;
-      me.phase = i;
+      begin_phase(me, i);
       if (matrix == O) {
         stamp(me, layer, O_WAITS);
         attend(me, turn, layer);
         stamp(me, layer, O_MERGES);
+        begin_phase(me, i);
         merge(me, turn, layer);
       } else if (matrix != DOWN) {
         prepare_input(me, turn, layer, matrix);
       }
       const int starts = matrix == HEAD ? HEAD_STARTS : matrix == QKV ? QKV_STARTS : matrix == O ? O_STARTS : matrix == DOWN ? DOWN_STARTS : GATE_UP_STARTS;
       stamp(me, layer, starts);
+      begin_phase(me, i);
       multiply_any(me, matrix);
       stamp(me, layer, starts + 1);
     }
@@ -886,8 +926,8 @@ DEVICE void produce(Self& me) {
     for (int i = 0; i <= me.p.layers * 4; i++) {
       const bool is_head = i == me.p.layers * 4;
       const Shape& m = all_shapes.of[is_head ? HEAD : i % 4];
-      const int bytes = 64 * m.width, count = share_of(m, me.block) * m.tiles;
-      const long long first = (long long)me.block * (m.groups / BLOCKS) + least(me.block, m.groups % BLOCKS);
+      const int bytes = 64 * m.width, count = share_of(m, me.block()) * m.tiles;
+      const long long first = (long long)me.block() * (m.groups / BLOCKS) + least(me.block(), m.groups % BLOCKS);
       const u8* from = (const u8*)(is_head ? me.p.head : ((const u64*)me.p.weights)[i]) + first * m.tiles * bytes;
       me.phase = i;
 #pragma unroll 1
@@ -917,7 +957,7 @@ DEVICE void load(Self& me) {
     for (int i = 0; i <= me.p.layers * 4; i++) {
       const int matrix = i == me.p.layers * 4 ? HEAD : i % 4;
       const Shape& m = all_shapes.of[matrix];
-      const int groups = share_of(m, me.block), bytes = m.activation_bytes();
+      const int groups = share_of(m, me.block()), bytes = m.activation_bytes();
       if (matrix == O || (matrix != DOWN && m.streamed)) me.barrier++;  // that the consumers arrive at
       const u8* from = scratch<const u8>(me.p, matrix == O ? AT_ATTENDED : matrix == DOWN ? AT_GATED : AT_NORMED);
       me.phase = i;
@@ -953,12 +993,12 @@ DEVICE void load(Self& me) {
 // c[0], c[1] row g, c[2], c[3] row g + 8, for two rows of the step each.
 DEVICE void sums_of(Self& me, const float* slab, const Shape& m, int of16, int column, float* c) {
   c[0] = c[1] = c[2] = c[3] = 0;
-  const int row = column * 8 + 2 * me.t, turns = least(m.tiles, 4);
+  const int row = column * 8 + 2 * me.t(), turns = least(m.tiles, 4);
   const int first = m.group == 64 ? of16 : 0, last = m.group == 64 ? of16 + 1 : 4;
   if (row >= ROWS) return;
 #pragma unroll 1
   for (int quarter = first; quarter < last; quarter++) {
-    const float* at = slab + quarter * 4 * (ROWS * 20) + row * 20 + me.g;
+    const float* at = slab + quarter * 4 * (ROWS * 20) + row * 20 + me.g();
 #pragma unroll
     for (int turn = 0; turn < 4; turn++, at += ROWS * 20)
       if (turn < turns) {
@@ -975,18 +1015,18 @@ DEVICE void sums_of(Self& me, const float* slab, const Shape& m, int of16, int c
 // 16 rows in the stream, the same among this block's own, column, sums, scales of rows g and g + 8).
 template <class Make>
 DEVICE void drain(Self& me, const Shape& m, const float* scales, float input_scale, Make make) {
-  const int warp = me.warp & 1, groups = share_of(m, me.block), sixteenths = m.group / 16;
+  const int warp = me.warp & 1, groups = share_of(m, me.block()), sixteenths = m.group / 16;
 #pragma unroll 1
   for (int group = 0; group < groups; group++) {
     const u32 slab = me.unit % SLABS, turn = me.unit / SLABS;
     const bool is_ours = m.group == 64 || (int)(me.unit & 1) == warp;
     const int first = m.group == 64 ? 2 * warp : 0, end = m.group == 64 ? first + 2 : is_ours;
-    const int in_stream = (group * BLOCKS + me.block) * sixteenths;
+    const int in_stream = (group * BLOCKS + me.block()) * sixteenths;
     float scale[2][2] = {{1, 1}, {1, 1}};
     if (scales) {
 #pragma unroll
       for (int i = 0; i < 4; i++)
-        if (first + i / 2 < end) scale[i / 2][i % 2] = scales[(in_stream + first) * 16 + i * 8 + me.g] * input_scale;
+        if (first + i / 2 < end) scale[i / 2][i % 2] = scales[(in_stream + first) * 16 + i * 8 + me.g()] * input_scale;
     }
     me.unit++;
     const u32 bar = shared_address(&shared().slab_full[slab]);
@@ -1002,7 +1042,7 @@ DEVICE void drain(Self& me, const Shape& m, const float* scales, float input_sca
       make(in_stream + b, group * sixteenths + b, column, c, its);
     }
     sync_warp();
-    if (me.lane == 0) barrier_arrive(shared_address(&shared().slab_free[slab]));
+    if (me.lane() == 0) barrier_arrive(shared_address(&shared().slab_free[slab]));
   }
 }
 
@@ -1012,13 +1052,13 @@ DEVICE void made(Self& me, const Turn& turn, int groups, int matrix, int blocks)
   if (matrix == GATE_UP) order_global();
   sync_some<2, 64>();
   if (me.warp == 18) {
-    if ((matrix == O || matrix == DOWN) && blocks && me.lane < turn.count) {
+    if ((matrix == O || matrix == DOWN) && blocks && me.lane() < turn.count) {
       float sum = 0;
-      for (int own = 0; own < blocks; own++) sum += shared().squares[own][me.lane];
-      put_far_float(scratch<float>(me.p, AT_SQUARES) + me.lane * BLOCKS + me.block, sum);
+      for (int own = 0; own < blocks; own++) sum += shared().squares[own][me.lane()];
+      put_far_float(scratch<float>(me.p, AT_SQUARES) + me.lane() * BLOCKS + me.block(), sum);
     }
     sync_warp();
-    if (me.lane == 0) {
+    if (me.lane() == 0) {
       if (groups == 0) wait_for_blocks(me);
       arrive_for_all(me);
     }
@@ -1030,12 +1070,12 @@ DEVICE void put_qkv(Self& me, const Turn& turn, int layer, int block, int column
   const u16* bias = (const u16*)me.p.qkv_bias + (long long)layer * QKV_ROWS;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    const int in_stream = block * 16 + half * 8 + me.g, head = in_stream / HEAD_DIM;
+    const int in_stream = block * 16 + half * 8 + me.g(), head = in_stream / HEAD_DIM;
     const int natural = head >= HEADS + KV_HEADS ? in_stream
-                                                 : head * HEAD_DIM + half * HALF + in_stream % HEAD_DIM / 16 * 8 + me.g;
+                                                 : head * HEAD_DIM + half * HALF + in_stream % HEAD_DIM / 16 * 8 + me.g();
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      const int row = column * 8 + 2 * me.t + i;
+      const int row = column * 8 + 2 * me.t() + i;
       if (row >= turn.count) continue;
       const float v = c[2 * half + i] * scale[half] + (me.p.qkv_bias ? bf16_to_float(bias[natural]) : 0.0f);
       put_far_float(scratch<float>(me.p, AT_QKV) + row * QKV_ROWS + natural, v);
@@ -1045,14 +1085,14 @@ DEVICE void put_qkv(Self& me, const Turn& turn, int layer, int block, int column
 
 // h += sum, in bf16 as it is kept; its squares for the next norm.
 DEVICE void put_residual(Self& me, const Turn& turn, int block, int own, int column, const float* c, const float* scale) {
-  float* kept = shared().residual[(own * COLUMN_TILES + column) * 32 + me.lane];
+  float* kept = shared().residual[(own * COLUMN_TILES + column) * 32 + me.lane()];
   float squares[2] = {};
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    const int feature = block * 16 + half * 8 + me.g;
+    const int feature = block * 16 + half * 8 + me.g();
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      const int row = column * 8 + 2 * me.t + i;
+      const int row = column * 8 + 2 * me.t() + i;
       const u16 h = float_to_bf16(kept[2 * half + i] + c[2 * half + i] * scale[half]);
       const float v = bf16_to_float(h);
       kept[2 * half + i] = v;
@@ -1064,7 +1104,7 @@ DEVICE void put_residual(Self& me, const Turn& turn, int block, int own, int col
   for (int i = 0; i < 2; i++) {
 #pragma unroll
     for (int lanes = 4; lanes < 32; lanes <<= 1) squares[i] += shuffle(squares[i], lanes);
-    if (me.g == 0) shared().squares[own][column * 8 + 2 * me.t + i] = squares[i];
+    if (me.g() == 0) shared().squares[own][column * 8 + 2 * me.t() + i] = squares[i];
   }
 }
 // SiLU(gate) * up, the input of down. factor: 1 / its scale.
@@ -1072,10 +1112,10 @@ DEVICE void put_gated(Self& me, const Turn& turn, float factor, int block, int c
   constexpr Shape m = ALL.of[DOWN];
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    const int row = column * 8 + 2 * me.t + i;
+    const int row = column * 8 + 2 * me.t() + i;
     if (row >= turn.count) continue;
     const float gate = c[i] * scale[0], up = c[2 + i] * scale[1], v = gate / (1.0f + exponential(-gate)) * up;
-    u8* to = scratch<u8>(me.p, AT_GATED) + activation_at(m, (block * 8 + me.g) * EACH, row);
+    u8* to = scratch<u8>(me.p, AT_GATED) + activation_at(m, (block * 8 + me.g()) * EACH, row);
     if constexpr (HAS_FP8)
       *to = (u8)two_fp8(v * factor, 0);
     else
@@ -1086,11 +1126,11 @@ DEVICE void put_gated(Self& me, const Turn& turn, float factor, int block, int c
 DEVICE void put_logits(Self& me, const Turn& turn, int block, int column, const float* c, const float* scale, u64 best[2][2]) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    const int token = block * 16 + half * 8 + me.g;
+    const int token = block * 16 + half * 8 + me.g();
     if (token >= ALL.of[HEAD].rows) continue;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      const int row = column * 8 + 2 * me.t + i;
+      const int row = column * 8 + 2 * me.t() + i;
       if (row >= turn.count) continue;
       const float logit = c[2 * half + i] * (HAS_FP8_HEAD ? scale[half] * shared().scale[row] : 1.0f);
       if (me.p.logits) ((float*)me.p.logits)[(long long)row * ALL.of[HEAD].rows + token] = logit;
@@ -1107,20 +1147,20 @@ DEVICE void finish(Self& me) {
   for (int step = 0; step < me.p.steps; step++) {
     const Turn turn = turn_of(me.p, step);
     const Shape& o = all_shapes.of[O];
-    const int groups = share_of(o, me.block), sixteenths = o.group / 16;
+    const int groups = share_of(o, me.block()), sixteenths = o.group / 16;
     me.phase = 0;
     if (step) {  // the tokens are known
-      if (me.lane == 0) wait_for_blocks(me);
+      if (me.lane() == 0) wait_for_blocks(me);
       sync_warp();
     }
 #pragma unroll 1
     for (int own = me.warp & 1; own < groups * sixteenths; own += 2) {
-      const int block = (own / sixteenths * BLOCKS + me.block) * sixteenths + own % sixteenths;
+      const int block = (own / sixteenths * BLOCKS + me.block()) * sixteenths + own % sixteenths;
 #pragma unroll 1
       for (int column = 0; column < COLUMN_TILES; column++) {
-        float* kept = shared().residual[(own * COLUMN_TILES + column) * 32 + me.lane];
+        float* kept = shared().residual[(own * COLUMN_TILES + column) * 32 + me.lane()];
         for (int i = 0; i < 4; i++) {
-          const int row = column * 8 + 2 * me.t + i % 2, feature = block * 16 + i / 2 * 8 + me.g;
+          const int row = column * 8 + 2 * me.t() + i % 2, feature = block * 16 + i / 2 * 8 + me.g();
           const u16* h = (const u16*)me.p.embedding + feature;
           kept[i] = row < turn.count ? bf16_to_float(h[(long long)token_of(me.p, turn, row) * HIDDEN]) : 0.0f;
         }
@@ -1132,7 +1172,7 @@ DEVICE void finish(Self& me) {
 #pragma unroll 1
       for (int matrix = QKV; matrix <= DOWN; matrix++) {
         const Shape& m = all_shapes.of[matrix];
-        me.phase = layer * 4 + matrix;
+        begin_phase(me, layer * 4 + matrix);
         if (matrix == O || (matrix != DOWN && m.streamed)) me.barrier++;  // that the consumers arrive at
         const float* scales = HAS_FP8 ? (const float*)((const u64*)me.p.scales)[layer * 4 + matrix] : nullptr;
         const float input = HAS_FP8 ? ((const float*)me.p.input_scales)[layer * 4 + matrix] : 1.0f;
@@ -1142,10 +1182,10 @@ DEVICE void finish(Self& me) {
           if (matrix == O || matrix == DOWN) put_residual(me, turn, block, own, column, c, scale);
           if (matrix == GATE_UP) put_gated(me, turn, factor, block, column, c, scale);
         });
-        made(me, turn, share_of(m, me.block), matrix, groups * sixteenths);
+        made(me, turn, share_of(m, me.block()), matrix, groups * sixteenths);
       }
     }
-    me.phase = me.p.layers * 4;
+    begin_phase(me, me.p.layers * 4);
     if (all_shapes.of[HEAD].streamed) me.barrier++;
     u64 best[2][2] = {};
     drain(me, all_shapes.of[HEAD], HAS_FP8_HEAD ? (const float*)me.p.head_scale : nullptr, 1,
@@ -1162,25 +1202,25 @@ DEVICE void finish(Self& me) {
           const u64 other = (u64)shuffle((u32)(choice >> 32), lanes) << 32 | shuffle((u32)choice, lanes);
           choice = other > choice ? other : choice;
         }
-        const int row = column * 8 + 2 * me.t + i;
-        if (me.g == 0 && row < turn.count && choice) raise_to(choices_at(me.p, step) + row, choice);
+        const int row = column * 8 + 2 * me.t() + i;
+        if (me.g() == 0 && row < turn.count && choice) raise_to(choices_at(me.p, step) + row, choice);
       }
-    made(me, turn, share_of(all_shapes.of[HEAD], me.block), HEAD, 0);
+    made(me, turn, share_of(all_shapes.of[HEAD], me.block()), HEAD, 0);
   }
-  if (me.block || me.warp != 18) return;  // one warp of one block tells what was chosen
-  if (me.lane == 0) wait_for_blocks(me);
+  if (me.block() || me.warp != 18) return;  // one warp of one block tells what was chosen
+  if (me.lane() == 0) wait_for_blocks(me);
   sync_warp();
   for (int step = 0; step < me.p.steps; step++) {
     const Turn turn = turn_of(me.p, step);
-    if (me.lane >= turn.count) continue;
-    const u64 choice = far_u64(choices_at(me.p, step) + me.lane);
-    const int rows = turn.rows, sequence = me.lane / rows;
+    if (me.lane() >= turn.count) continue;
+    const u64 choice = far_u64(choices_at(me.p, step) + me.lane());
+    const int rows = turn.rows, sequence = me.lane() / rows;
     int* out = (int*)me.p.choices;
     if (me.p.is_chain) {
-      if (me.lane % rows == rows - 1) out[step * me.p.sequences + sequence] = token_of_choice(me.p, choice);
+      if (me.lane() % rows == rows - 1) out[step * me.p.sequences + sequence] = token_of_choice(me.p, choice);
     } else {
-      out[me.lane] = token_of_choice(me.p, choice);
-      if (is_no_number(choice)) ((int*)me.p.damage)[me.lane / me.p.damage_rows] = 1;
+      out[me.lane()] = token_of_choice(me.p, choice);
+      if (is_no_number(choice)) ((int*)me.p.damage)[me.lane() / me.p.damage_rows] = 1;
     }
   }
 }
@@ -1190,8 +1230,8 @@ DEVICE void finish(Self& me) {
 KERNEL step(PARAMETERS p) {
   Shared& s = shared();
   Self me = {p};
-  me.tid = thread_index(), me.block = block_index();
-  me.warp = first_lane(me.tid >> 5), me.lane = me.tid & 31, me.g = me.lane >> 2, me.t = me.lane & 3;
+  me.tid = thread_index();
+  me.warp = first_lane(me.tid >> 5);
   if (me.tid == 0) {
     for (int i = 0; i < STAGES; i++) {
       barrier_init(shared_address(&s.full[i]), 2);    // producer and loader
@@ -1214,9 +1254,9 @@ KERNEL step(PARAMETERS p) {
     stamp(me, p.layers, END_CYCLES);
     stamp(me, p.layers, END_NS, true);
   } else if (me.warp == 16) {
-    if (me.lane == 0) produce(me);
+    if (me.lane() == 0) produce(me);
   } else if (me.warp == 17) {
-    if (me.lane == 0) load(me);
+    if (me.lane() == 0) load(me);
   } else {
     finish(me);
   }
