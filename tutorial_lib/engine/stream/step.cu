@@ -71,6 +71,7 @@ struct Shared {
   float squares[RESIDUAL_BLOCKS][16];
   float residual[RESIDUAL_BLOCKS * COLUMN_TILES * 32][4];
   int is_lost;
+  u64 stamps[16];  // of the phase clock
 };
 constexpr int AREA = STAGES * SLOT_BYTES, SLAB = AREA + AREA_BYTES, REST = up_to(SLAB + SLABS * SLAB_BYTES, 128);
 static_assert(REST + sizeof(Shared) <= SHARED_BYTES, "shared memory");
@@ -162,12 +163,16 @@ DEVICE T* scratch(const Params& p, int at) {
 enum Stamp {
   QKV_WAITS, QKV_NORM, QKV_STARTS, QKV_ENDS, O_WAITS, O_ATTENDS, O_MERGES, O_STARTS, O_ENDS,
   GATE_UP_WAITS, GATE_UP_NORM, GATE_UP_STARTS, GATE_UP_ENDS, DOWN_STARTS, DOWN_ENDS, STAMPS = 16,
-  HEAD_WAITS = 0, HEAD_NORM, HEAD_STARTS, HEAD_ENDS, BEGIN_CYCLES = 12, BEGIN_NS, END_CYCLES, END_NS  // of "layer" `layers`
+  HEAD_WAITS = 0, HEAD_NORM, HEAD_STARTS, HEAD_ENDS, BEGIN_CYCLES = 12, BEGIN_NS, END_CYCLES, END_NS  // behind the last layer's
 };
-DEVICE void stamp(const Self& me, int layer, int which, bool is_ns = false) {
+DEVICE void stamp(const Self& me, int which) {
+  if (me.p.clock && me.tid == 0) shared().stamps[which] = cycles();
+}
+DEVICE void keep_stamps(const Self& me, int layer) {
   if (!me.p.clock || me.tid) return;
-  u64* at = (u64*)me.p.clock + (me.block() * (me.p.layers + 1) + layer) * STAMPS + which;
-  *at = is_ns ? nanoseconds() : cycles();
+  u64* at = (u64*)me.p.clock + (me.block() * (me.p.layers + 1) + layer) * STAMPS;
+#pragma unroll 1
+  for (int i = 0; i < STAMPS; i++) at[i] = shared().stamps[i];
 }
 
 // ------------------------------------------------------------------------------------------------- what was chosen
@@ -349,7 +354,7 @@ DEVICE void normalize(Self& me, const Turn& turn, int layer, int matrix, const S
   const bool is_busy = first < abreast && start_unit < units;
   load_weight(is_busy ? start_unit : real);  // while the others are still at work
   consumers_wait_for_blocks(me);
-  stamp(me, layer, is_head ? HEAD_NORM : matrix == QKV ? QKV_NORM : GATE_UP_NORM);
+  stamp(me, is_head ? HEAD_NORM : matrix == QKV ? QKV_NORM : GATE_UP_NORM);
   if (IS_AHEAD && is_busy) load(start_unit, first);
   find_inverses(me, turn, is_first);
 #pragma unroll 1
@@ -396,7 +401,7 @@ static_assert(!(HAS_FP8_HEAD && ALL.of[HEAD].streamed), "a row's scale needs the
 DEVICE void prepare_input(Self& me, const Turn& turn, int layer, int matrix) {
   const Shape& m = all_shapes.of[matrix];
   const bool is_first = matrix == QKV && layer == 0;
-  stamp(me, layer, matrix == HEAD ? HEAD_WAITS : matrix == QKV ? QKV_WAITS : GATE_UP_WAITS);
+  stamp(me, matrix == HEAD ? HEAD_WAITS : matrix == QKV ? QKV_WAITS : GATE_UP_WAITS);
   if (!m.streamed && share_of(m, me.block()) == 0)
     consumers_wait_for_blocks(me);
   else if (HAS_FP8 == HAS_FP8_HEAD || matrix != HEAD)
@@ -796,7 +801,7 @@ DEVICE void attend(Self& me, const Turn& turn, int layer) {
       if (is_there && line < 2 * HEAD_PAGE_BYTES)
         bring_near(page.cache + (line < HEAD_PAGE_BYTES ? line : line + (KV_HEADS - 1) * HEAD_PAGE_BYTES));
       consumers_wait_for_blocks(me);
-      stamp(me, layer, O_ATTENDS);
+      stamp(me, O_ATTENDS);
     }
     if (!is_there) break;
     gather(me, turn, layer, page, queries, keys, values);
@@ -899,19 +904,20 @@ DEVICE void consume(Self& me) {
       const int layer = i / 4, matrix = layer == me.p.layers ? HEAD : i % 4;
       begin_phase(me, i);
       if (matrix == O) {
-        stamp(me, layer, O_WAITS);
+        stamp(me, O_WAITS);
         attend(me, turn, layer);
-        stamp(me, layer, O_MERGES);
+        stamp(me, O_MERGES);
         begin_phase(me, i);
         merge(me, turn, layer);
       } else if (matrix != DOWN) {
         prepare_input(me, turn, layer, matrix);
       }
       const int starts = matrix == HEAD ? HEAD_STARTS : matrix == QKV ? QKV_STARTS : matrix == O ? O_STARTS : matrix == DOWN ? DOWN_STARTS : GATE_UP_STARTS;
-      stamp(me, layer, starts);
+      stamp(me, starts);
       begin_phase(me, i);
       multiply_any(me, matrix);
-      stamp(me, layer, starts + 1);
+      stamp(me, starts + 1);
+      if (matrix == DOWN) keep_stamps(me, layer);
     }
   }
 }
@@ -1248,11 +1254,11 @@ KERNEL step(PARAMETERS p) {
   sync_block();
   if (s.is_lost) return;
   if (me.warp < 16) {
-    stamp(me, p.layers, BEGIN_CYCLES);
-    stamp(me, p.layers, BEGIN_NS, true);
+    const u64 begun = cycles(), begun_ns = nanoseconds();
     consume(me);
-    stamp(me, p.layers, END_CYCLES);
-    stamp(me, p.layers, END_NS, true);
+    stamp(me, END_CYCLES);
+    if (me.tid == 0) s.stamps[BEGIN_CYCLES] = begun, s.stamps[BEGIN_NS] = begun_ns, s.stamps[END_NS] = nanoseconds();
+    keep_stamps(me, p.layers);
   } else if (me.warp == 16) {
     if (me.lane() == 0) produce(me);
   } else if (me.warp == 17) {
