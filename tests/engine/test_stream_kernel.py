@@ -10,7 +10,8 @@ from gpu_models import Pages, engine, gpu_model, random_ids, relative
 
 from tutorial_lib.config import SamplingParams
 from tutorial_lib.engine.drafting import DeviceTree
-from tutorial_lib.engine.gpu_model import PAGE
+from tutorial_lib.engine.gpu_model import PAGE, Weight
+from tutorial_lib.engine.reference import FP8_MAX, to_fp8
 from tutorial_lib.engine.stream import steps
 from tutorial_lib.engine.stream.clock import timed
 from tutorial_lib.engine.stream.launch import LaunchShape, StreamError
@@ -31,10 +32,13 @@ MODELS = {
 }
 
 
-def pair(which: str, **options):
+def pair(which: str, *, has_fp8_head: bool = False, **options):
     name, weights, cache, blocks = MODELS[which]
     plain = gpu_model(name, weights=weights, cache=cache)
     own = gpu_model(name, weights=weights, cache=cache)
+    if has_fp8_head:
+        scale = own.head.data.float().abs().amax(1) / FP8_MAX
+        plain.head = own.head = Weight(to_fp8(own.head.data, scale[:, None]), scale)
     return plain, emulated(own, blocks, **options)
 
 
@@ -55,10 +59,12 @@ def places(model, pages, positions):
     return found
 
 
-@pytest.mark.parametrize("which", list(MODELS))
-def test_a_step_is_that_of_plain_torch(which):
+@pytest.mark.parametrize(
+    ("which", "has_fp8_head"), [*((which, False) for which in MODELS), ("llama", True), ("llama fp8", True)]
+)
+def test_a_step_is_that_of_plain_torch(which, has_fp8_head):
     """Logits and what it leaves in the cache; 1 row, and as many as one launch holds."""
-    plain, own = pair(which, rows=(2, 16))
+    plain, own = pair(which, has_fp8_head=has_fp8_head, rows=(2, 16))
     text = random_ids(PROMPT + 16)
     theirs, ours = prompted([plain, own], text)
     before = plain.cache.clone()

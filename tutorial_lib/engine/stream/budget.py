@@ -25,6 +25,7 @@ FEWEST_STAGES, MOST_STAGES = 3, 16
 MOST_STEPS = 64  # of a draft in one launch
 MOST_SCRATCH_BYTES = 1 << 30
 LONGEST_WAIT_NS = 2_000_000_000
+KNOWN_UNITS = 16  # of attention, that a block looks up once a step
 GRID_WORDS, PAIR_WORDS = 32, 8  # of a counter: on a cache line of its own
 
 MATRICES = ("qkv", "o", "gate_up", "down", "head")  # as the kernel numbers them
@@ -166,6 +167,7 @@ def defines(plan: Plan, config: ModelConfig, formats: Formats, bucket: Bucket, m
         "HEAD_DIM": config.head_dim,
         "PAGE": PAGE,
         "MAX_PAGES": memory.pages,
+        "KNOWN_UNITS": KNOWN_UNITS,
         "IS_FP8": int(formats.weights),
         "IS_FP8_HEAD": int(formats.head),
         "IS_FP8_CACHE": int(formats.cache),

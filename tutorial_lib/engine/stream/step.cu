@@ -56,8 +56,6 @@ CONSTEXPR int up_to(int a, int b) { return (a + b - 1) / b * b; }
 constexpr int SLAB_BYTES = 16 * ROWS * 80;  // partial sums of 16 warps: [warp][row][16 of the matrix's rows, padded to 20]
 constexpr int RESIDUAL_BLOCKS = (ALL.of[O].groups + BLOCKS - 1) / BLOCKS * (ALL.of[O].group / 16);
 
-constexpr int KNOWN_UNITS = 16;
-
 struct Shared {
   u64 full[STAGES], empty[STAGES], slab_full[2], slab_free[2];
   float inverse[16];  // of each row: 1 / root mean square
@@ -237,6 +235,7 @@ DEVICE void begin_turn(Self& me, const Turn& turn) {
     s.token[row] = token_of(me.p, turn, row);
     s.depth[row] = me.p.depths ? ((const int*)me.p.depths)[row] : inside;
     s.seen[row] = seen;
+    s.peak[row] = 0;
   }
   if (me.tid < me.p.sequences) {
     s.merged[me.tid] = turn.step ? s.merged[me.tid] + me.p.layers * s.pages[me.tid] : 0;
@@ -259,8 +258,9 @@ DEVICE const uint4* source_of(const Params& p, bool is_first, int row) {
 DEVICE void find_inverses(Self& me, const Turn& turn, bool is_first) {
   Shared& s = shared();
   constexpr int OWNERS = least(BLOCKS, ALL.of[O].groups);
+  const bool is_few = turn.count <= 2;  // then every warp finds them for itself, which is sooner than to wait for another
 #pragma unroll 1
-  for (int row = me.warp; row < turn.count; row += 16) {
+  for (int row = is_few ? 0 : me.warp; row < turn.count; row += is_few ? 1 : 16) {
     float sum = 0;
     if (is_first) {
       const uint4* h = source_of(me.p, true, row);
@@ -287,12 +287,12 @@ DEVICE void find_inverses(Self& me, const Turn& turn, bool is_first) {
     }
 #pragma unroll
     for (int lanes = 16; lanes; lanes >>= 1) sum += shuffle(sum, lanes);
-    if (me.lane() == 0) {
-      s.inverse[row] = inverse_root(sum * (1.0f / HIDDEN) + me.p.eps);
-      s.peak[row] = 0;
-    }
+    if (me.lane() == 0) s.inverse[row] = inverse_root(sum * (1.0f / HIDDEN) + me.p.eps);
   }
-  sync_consumers();
+  if (is_few)
+    sync_warp();
+  else
+    sync_consumers();
 }
 
 // 8 bf16 x inverse x weight.
