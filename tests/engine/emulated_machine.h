@@ -30,7 +30,6 @@ struct uint4 {
 };
 
 #define DEVICE static inline
-#define APART static
 #define METHOD inline
 #define CONSTANT static const
 #define CONSTEXPR constexpr
@@ -267,9 +266,9 @@ DEVICE u8 float_to_fp8(float v) {
 }
 DEVICE u16 two_fp8(float low, float high) { return (u16)(float_to_fp8(high) << 8 | float_to_fp8(low)); }
 DEVICE u32 two_fp8_to_bf16(u16 v) { return two_bf16(fp8_to_float((u8)v), fp8_to_float((u8)(v >> 8))); }
+DEVICE float inverse(float v) { return 1.0f / v; }
 DEVICE float inverse_root(float v) { return 1.0f / std::sqrt(v); }
 DEVICE float power_of_two(float v) { return std::exp2(v); }
-DEVICE float exponential(float v) { return std::exp(v); }
 
 DEVICE void load_matrices(u32* r, u32 address) {
   const u64* rows = emulated::exchange(address);

@@ -24,7 +24,7 @@ SHARED_BYTES = 227 << 10  # of a block on Hopper
 FEWEST_STAGES, MOST_STAGES = 3, 16
 MOST_STEPS = 64  # of a draft in one launch
 MOST_SCRATCH_BYTES = 1 << 30
-LONGEST_WAIT_NS = 2_000_000_000
+MOST_POLLS = 1 << 22  # of a wait, each some hundred nanoseconds: seconds
 KNOWN_UNITS = 16  # of attention, that a block looks up once a step
 GRID_WORDS, PAIR_WORDS = 32, 8  # of a counter: on a cache line of its own
 
@@ -165,6 +165,7 @@ def defines(plan: Plan, config: ModelConfig, formats: Formats, bucket: Bucket, m
         "HEADS": config.num_heads,
         "KV_HEADS": config.num_kv_heads,
         "HEAD_DIM": config.head_dim,
+        "QUERY_FACTOR": f"{config.head_dim**-0.5:.9g}f",
         "PAGE": PAGE,
         "MAX_PAGES": memory.pages,
         "KNOWN_UNITS": KNOWN_UNITS,
@@ -172,7 +173,7 @@ def defines(plan: Plan, config: ModelConfig, formats: Formats, bucket: Bucket, m
         "IS_FP8_HEAD": int(formats.head),
         "IS_FP8_CACHE": int(formats.cache),
         "HAS_QK_NORM": int(formats.qk_norm),
-        "LONGEST_WAIT_NS": f"{LONGEST_WAIT_NS}ull",
+        "MOST_POLLS": MOST_POLLS,
         "PAIRS_AT": memory.pairs_at,
         "CHOICES_AT": memory.choices_at,
         **{f"AT_{name}": at for name, at in memory.at.items()},

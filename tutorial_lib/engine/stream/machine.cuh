@@ -8,7 +8,6 @@ typedef unsigned long long u64;
 
 #define DEVICE __device__ __forceinline__
 #define METHOD __device__ __forceinline__
-#define APART __device__ __noinline__  // what is seldom called should not stand between what is called often
 #define CONSTANT __constant__ const
 #define CONSTEXPR __host__ __device__ constexpr
 #define KERNEL extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -44,29 +43,20 @@ DEVICE int read_volatile(const int* p) {
   return v;
 }
 
-// After many polls in vain: since when, or GAVE_UP if it took too long, which `trouble` then says, or others gave up.
-#define GAVE_UP (~0ull)
-APART u64 patience(int* trouble, u64 since, int what, int phase, int block, int which) {
-  if (read_volatile(trouble)) return GAVE_UP;
-  const u64 now = nanoseconds();
-  if (!since) return now;
-  if (now - since <= LONGEST_WAIT_NS) return since;
-  if (atomicCAS(trouble, 0, what) == 0) {
-    trouble[1] = phase;
-    trouble[2] = block;
-    trouble[3] = which;
-  }
-  return GAVE_UP;
-}
-// Poll until `test()`; false if it, or another thread, gave up.
+// Poll until `test()`; false if it took too long, which `trouble` then says, or if another thread gave up.
 template <class Test>
 DEVICE bool await(Test test, int* trouble, int what, int phase, int block, int which) {
-  u64 since = 0;
-  for (u32 polls = 1; !test(); polls++)
-    if ((polls & 1023) == 0) {
-      since = patience(trouble, since, what, phase, block, which);
-      if (since == GAVE_UP) return false;
+  for (u32 polls = 1; !test(); polls++) {
+    if (polls & 1023) continue;
+    if (read_volatile(trouble)) return false;
+    if (polls < MOST_POLLS) continue;
+    if (atomicCAS(trouble, 0, what) == 0) {
+      trouble[1] = phase;
+      trouble[2] = block;
+      trouble[3] = which;
     }
+    return false;
+  }
   return true;
 }
 
@@ -206,9 +196,22 @@ DEVICE u32 two_fp8_to_bf16(u16 v) {  // exact: bf16 holds every e4m3
   asm("{.reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}" : "=f"(low), "=f"(high) : "r"(h));
   return two_bf16(low, high);
 }
-DEVICE float inverse_root(float v) { return rsqrtf(v); }
-DEVICE float power_of_two(float v) { return exp2f(v); }
-DEVICE float exponential(float v) { return __expf(v); }
+// One instruction each, right to about 22 bits: the exact ones have branches for cases that cannot come.
+DEVICE float inverse(float v) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
+}
+DEVICE float inverse_root(float v) {
+  float r;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
+}
+DEVICE float power_of_two(float v) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
+}
 DEVICE u32 bits_of(float v) { return __float_as_uint(v); }
 DEVICE float float_of(u32 v) { return __uint_as_float(v); }
 

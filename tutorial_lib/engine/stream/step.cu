@@ -46,6 +46,7 @@ constexpr int QKV_ROWS = (HEADS + 2 * KV_HEADS) * HEAD_DIM;
 constexpr int HALF = HEAD_DIM / 2;              // the other element of a rotary pair is this far off
 constexpr int COLUMN_TILES = (ROWS + 7) / 8;    // of 8 rows of the step
 constexpr int CONSUMERS = 512;
+constexpr float LOG2_E = 1.4426950408889634f;
 
 CONSTEXPR int least(int a, int b) { return a < b ? a : b; }
 CONSTEXPR int most(int a, int b) { return a > b ? a : b; }
@@ -203,7 +204,7 @@ DEVICE int token_of(const Params& p, const Turn& turn, int row) {
 struct Unit {
   int sequence, head, page, id;  // id: of the page in the cache; sequence -1: there is none
 };
-APART Unit unit_of(const Params& p, int block, int turn) {
+DEVICE Unit unit_of(const Params& p, int block, int turn) {
   const Shared& s = shared();
   int unit = block + turn * BLOCKS;
   for (int sequence = 0; sequence < p.sequences; sequence++) {
@@ -216,8 +217,9 @@ APART Unit unit_of(const Params& p, int block, int turn) {
   }
   return {-1, 0, 0, 0};
 }
-DEVICE void find_units(Self& me) {
-  if (me.tid < KNOWN_UNITS) *(Unit*)shared().unit[me.tid] = unit_of(me.p, me.block(), me.tid);
+DEVICE void find_units(Self& me, int first) {
+  if (me.tid < KNOWN_UNITS) *(Unit*)shared().unit[me.tid] = unit_of(me.p, me.block(), first + me.tid);
+  sync_consumers();
 }
 
 // What the consumers have to know of the rows of a step.
@@ -243,8 +245,7 @@ DEVICE void begin_turn(Self& me, const Turn& turn) {
     s.pages[me.tid] = pages_of(me.p, turn, me.tid);
   }
   sync_consumers();
-  find_units(me);
-  sync_consumers();
+  find_units(me, 0);
 }
 
 // --------------------------------------------------------------------------------------- 1. the norm, by every block
@@ -327,7 +328,7 @@ DEVICE void normalize(Self& me, const Turn& turn, int layer, int matrix, const S
   Shared& s = shared();
   const bool is_head = matrix == HEAD;
   const u16* weight = (const u16*)me.p.norms + (long long)(2 * layer + (matrix == GATE_UP)) * HIDDEN;  // the last: the head's
-  const float factor = HAS_FP8 && !is_head ? 1.0f / ((const float*)me.p.input_scales)[layer * 4 + matrix] : 1.0f;
+  const float factor = HAS_FP8 && !is_head ? inverse(((const float*)me.p.input_scales)[layer * 4 + matrix]) : 1.0f;
   const int units = m.tiles * m.pieces() * m.width / 16, real = m.k_bytes / 16;  // beyond are zeros, as in the weights
   const int threads = m.streamed ? BLOCKS * CONSUMERS : CONSUMERS, own = m.streamed ? me.block() + BLOCKS * me.tid : me.tid;
   const int abreast = most(1, threads / units);  // rows that the threads take at once
@@ -379,7 +380,7 @@ DEVICE void normalize(Self& me, const Turn& turn, int layer, int matrix, const S
             for (int i = 0; i < 8 * WORDS; i++) peak = fmaxf(peak, fabsf(v[i]));
             raise_shared(&s.peak[here], bits_of(peak));
           } else {
-            *(uint4*)(at + here * 16) = packed<TO_FP8>(v, FINDS_SCALE && is_head ? 1.0f / s.scale[here] : factor);
+            *(uint4*)(at + here * 16) = packed<TO_FP8>(v, FINDS_SCALE && is_head ? inverse(s.scale[here]) : factor);
           }
         }
       }
@@ -548,8 +549,7 @@ DEVICE void put_4(u8* at, const float* v) { *(uint2*)at = {two_bf16(v[0], v[1]),
 // 4 values into the cache and, as they are then read from it, into shared memory.
 DEVICE void put_into_cache(u8* cache, u8* copy, const float* v, float scale) {
   if constexpr (HAS_FP8_CACHE) {
-    const float scaled[4] = {v[0] / scale, v[1] / scale, v[2] / scale, v[3] / scale};
-    const u32 codes = four_fp8(scaled, 1);
+    const u32 codes = four_fp8(v, inverse(scale));
     *(u32*)cache = codes;
     *(uint2*)copy = {two_fp8_to_bf16((u16)codes), two_fp8_to_bf16((u16)(codes >> 16))};
   } else {
@@ -640,7 +640,7 @@ DEVICE void keep_item(Self& me, const Turn& turn, int layer, const Page& page, u
   }
   if (!it.is_value) {
     const int lines = turn.rows * QUERIES;
-    const float factor = !it.is_query ? 1.0f : it.line < lines ? inverse_root((float)HEAD_DIM) : 0.0f;
+    const float factor = !it.is_query ? 1.0f : it.line < lines ? QUERY_FACTOR : 0.0f;
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       const float x = it.a[j], y = it.b[j];
@@ -704,7 +704,7 @@ DEVICE void scores_of(Self& me, const Turn& turn, int layer, const Page& page, c
       multiply_16x8(c[2 * pair + 1], a, b[2], b[3]);
     }
   }
-  const float factor = 1.4426950408889634f * (HAS_FP8_CACHE ? ((const float*)me.p.kv_scale)[layer * 2] : 1.0f);
+  const float factor = LOG2_E * (HAS_FP8_CACHE ? ((const float*)me.p.kv_scale)[layer * 2] : 1.0f);
   const int lines = turn.rows * QUERIES;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
@@ -785,9 +785,11 @@ DEVICE void attend(Self& me, const Turn& turn, int layer) {
   const Shared& s = shared();
   u8 *queries = shared_base() + AREA, *keys = queries + QUERY_ROWS * LINE, *values = keys + PAGE * LINE;
   const int tiles = (turn.rows * QUERIES + 15) / 16;
+  bool is_beyond = false;
 #pragma unroll 1
   for (int i = 0;; i++) {
-    const Unit unit = i < KNOWN_UNITS ? *(const Unit*)s.unit[i] : unit_of(me.p, me.block(), i);
+    if (i && i % KNOWN_UNITS == 0) find_units(me, i);
+    const Unit unit = *(const Unit*)s.unit[i % KNOWN_UNITS];
     const bool is_there = unit.sequence >= 0;
     Page page;
     if (is_there) {
@@ -815,7 +817,9 @@ DEVICE void attend(Self& me, const Turn& turn, int layer) {
     }
     sync_consumers();
     if (me.tid == 0) add_release(attention_counter(me.p, unit.sequence * KV_HEADS + unit.head));
+    if (i == KNOWN_UNITS) is_beyond = true;
   }
+  if (is_beyond) find_units(me, 0);  // for the next layer
 }
 
 // The pages of a head, merged: 8 lanes take every eighth page each and then add up in a fixed tree. A page that a row does
@@ -824,7 +828,7 @@ DEVICE void merge(Self& me, const Turn& turn, int layer) {
   constexpr Shape m = ALL.of[O];
   const int pairs = me.p.sequences * KV_HEADS, each = most(1, BLOCKS / pairs), abreast = BLOCKS / each;
   const int lines = turn.rows * QUERIES, items = lines * (HEAD_DIM / 4);
-  const float factor = HAS_FP8 ? 1.0f / ((const float*)me.p.input_scales)[layer * 4 + O] : 1.0f;
+  const float factor = HAS_FP8 ? inverse(((const float*)me.p.input_scales)[layer * 4 + O]) : 1.0f;
 #pragma unroll 1
   for (int pair = me.block() / each; pair < pairs && me.block() < each * abreast; pair += abreast) {
     const int sequence = pair / KV_HEADS, head = pair % KV_HEADS, pages = shared().pages[sequence];
@@ -874,7 +878,7 @@ DEVICE void merge(Self& me, const Turn& turn, int layer) {
         peak = both;
       }
       if (me.tid % 8 || begin + me.tid / 8 >= items) continue;
-      const float f = 1.0f / total;
+      const float f = inverse(total);
 #pragma unroll
       for (int j = 0; j < 4; j++) out[j] *= f;
       const int row = sequence * turn.rows + line / QUERIES;
@@ -1120,7 +1124,7 @@ DEVICE void put_gated(Self& me, const Turn& turn, float factor, int block, int c
   for (int i = 0; i < 2; i++) {
     const int row = column * 8 + 2 * me.t() + i;
     if (row >= turn.count) continue;
-    const float gate = c[i] * scale[0], up = c[2 + i] * scale[1], v = gate / (1.0f + exponential(-gate)) * up;
+    const float gate = c[i] * scale[0], up = c[2 + i] * scale[1], v = gate * inverse(1.0f + power_of_two(gate * -LOG2_E)) * up;
     u8* to = scratch<u8>(me.p, AT_GATED) + activation_at(m, (block * 8 + me.g()) * EACH, row);
     if constexpr (HAS_FP8)
       *to = (u8)two_fp8(v * factor, 0);
@@ -1182,7 +1186,7 @@ DEVICE void finish(Self& me) {
         if (matrix == O || (matrix != DOWN && m.streamed)) me.barrier++;  // that the consumers arrive at
         const float* scales = HAS_FP8 ? (const float*)((const u64*)me.p.scales)[layer * 4 + matrix] : nullptr;
         const float input = HAS_FP8 ? ((const float*)me.p.input_scales)[layer * 4 + matrix] : 1.0f;
-        const float factor = HAS_FP8 && matrix == GATE_UP ? 1.0f / ((const float*)me.p.input_scales)[layer * 4 + DOWN] : 1.0f;
+        const float factor = HAS_FP8 && matrix == GATE_UP ? inverse(((const float*)me.p.input_scales)[layer * 4 + DOWN]) : 1.0f;
         drain(me, m, scales, input, [&](int block, int own, int column, const float* c, const float* scale) {
           if (matrix == QKV) put_qkv(me, turn, layer, block, column, c, scale);
           if (matrix == O || matrix == DOWN) put_residual(me, turn, block, own, column, c, scale);
