@@ -151,10 +151,10 @@ DEVICE u64 nanoseconds() { return emulated::switches * 10; }
 DEVICE u64 cycles() { return emulated::switches * 20; }
 DEVICE int read_volatile(const int* p) { return *p; }
 template <class Test>
-DEVICE bool await(Test test, int* trouble, int what, int phase, int block, int which) {
+DEVICE bool await(Test test, int* trouble, int what, const int* phase, int block, int which) {
   if (test()) return true;
   if (emulated::leave([=] { return test() || *trouble; }, true)) return test();
-  if (*trouble == 0) trouble[0] = what, trouble[1] = phase, trouble[2] = block, trouble[3] = which;
+  if (*trouble == 0) trouble[0] = what, trouble[1] = *phase, trouble[2] = block, trouble[3] = which;
   return false;
 }
 DEVICE void pause_us(int) {

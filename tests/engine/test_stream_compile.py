@@ -9,7 +9,9 @@ import json
 
 import pytest
 
+from tutorial_lib.engine.model import ModelConfig
 from tutorial_lib.engine.stream import compile as stream_compile
+from tutorial_lib.engine.stream.budget import Formats, bucket, defines, memory
 from tutorial_lib.engine.stream.compile import (
     CompileError,
     Cubin,
@@ -23,7 +25,10 @@ from tutorial_lib.engine.stream.compile import (
     read_log,
     write_cubin,
 )
+from tutorial_lib.engine.stream.plan import plan
+from tutorial_lib.engine.stream.steps import kernel_source
 from tutorial_lib.errors import BackendUnavailable
+from tutorial_lib.shapes import dummy_config
 
 LOG = """ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function 'step' for 'sm_90a'
@@ -176,3 +181,17 @@ def test_a_damaged_or_foreign_cubin_is_not_taken(tmp_path):
 def test_nothing_half_written_stays(tmp_path):
     write_cubin(tmp_path, Cubin(b"code", {"key": "k" * 64}))
     assert sorted(file.name for file in tmp_path.iterdir()) == ["kkkkkkkkkkkkkkkk.cubin", "kkkkkkkkkkkkkkkk.json"]
+
+
+@pytest.mark.parametrize(
+    ("name", "weight_bytes", "rows"),
+    [("dummy:llama-3.3-70b", 1, 12), ("dummy:llama-3.2-1b", 1, 2), ("dummy:tiny-qwen3?head_dim=128", 2, 16)],
+)
+def test_the_whole_step_kernel_fits_its_registers_and_overlaps_its_products(name, weight_bytes, rows):
+    config = ModelConfig.from_hf(dummy_config(name)[0])
+    made = plan(config, 132, weight_bytes=weight_bytes, head_bytes=2)
+    formats = Formats(weights=weight_bytes == 1, head=False, cache=False, qk_norm="qwen3" in name)
+    room = memory(made, config, 1024)
+    macros = defines(made, config, formats, bucket(made, config, formats, rows), room)
+    report = compile_cubin(kernel_source(), macros, compiler=compiler()).report
+    assert problems(report, registers=65536 // 640 // 8 * 8) == []

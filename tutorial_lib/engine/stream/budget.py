@@ -110,7 +110,7 @@ def _divide(plan: Plan, rows: int, area: int, streamed: frozenset[str]) -> Bucke
     slot = tile + max(matrices[name].pieces * matrices[name].width * rows for name in streamed)
     slabs, slab_bytes = (2 if rows <= 12 else 1), 16 * rows * 80
     own = plan.matrices[1].share(0) * plan.matrices[1].group // 16  # blocks of 16 rows of h
-    fixed = 1152 + own * 64 + own * (-(-rows // 8)) * 32 * 16 + 16 * MOST_STAGES
+    fixed = 1216 + own * 64 + own * (-(-rows // 8)) * 32 * 16 + 16 * MOST_STAGES
     stages = (SHARED_BYTES - area - slabs * slab_bytes - fixed) // slot
     return Bucket(rows, stages, slot, tile, area, slabs, streamed)
 

@@ -45,13 +45,13 @@ DEVICE int read_volatile(const int* p) {
 
 // Poll until `test()`; false if it took too long, which `trouble` then says, or if another thread gave up.
 template <class Test>
-DEVICE bool await(Test test, int* trouble, int what, int phase, int block, int which) {
+DEVICE bool await(Test test, int* trouble, int what, const int* phase, int block, int which) {
   for (u32 polls = 1; !test(); polls++) {
     if (polls & 1023) continue;
     if (read_volatile(trouble)) return false;
     if (polls < MOST_POLLS) continue;
     if (atomicCAS(trouble, 0, what) == 0) {
-      trouble[1] = phase;
+      trouble[1] = *phase;
       trouble[2] = block;
       trouble[3] = which;
     }

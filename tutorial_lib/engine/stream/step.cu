@@ -69,7 +69,7 @@ struct Shared {
   u32 seen[16];              // the rows of its own sequence that it sees, a bit each
   float squares[RESIDUAL_BLOCKS][16];
   float residual[RESIDUAL_BLOCKS * COLUMN_TILES * 32][4];
-  int is_lost;
+  int is_lost, phase[THREADS / 32];
   u64 stamps[16];  // of the phase clock
 };
 constexpr int AREA = STAGES * SLOT_BYTES, SLAB = AREA + AREA_BYTES, REST = up_to(SLAB + SLABS * SLAB_BYTES, 128);
@@ -90,7 +90,6 @@ struct Self {
   const Params& p;
   int tid, warp;
   bool lost;
-  int phase;               // for the error that names it
   u32 barrier;             // barriers of all blocks that lie behind
   u32 tile, slot, parity;  // of the ring
   u32 unit;                // slabs handed over
@@ -123,7 +122,7 @@ enum Wait { FOR_BLOCKS = 1, FOR_A_TILE, FOR_ROOM_IN_THE_RING, FOR_SUMS, FOR_ROOM
 
 template <class Test>
 DEVICE void wait(Self& me, Wait what, u32 which, Test test) {
-  if (!me.lost) me.lost = !await(test, (int*)me.p.trouble, what, me.phase, me.block(), which);
+  if (!me.lost) me.lost = !await(test, (int*)me.p.trouble, what, &shared().phase[me.warp], me.block(), which);
 }
 DEVICE void wait_for_blocks(Self& me) {
   const u32* counter = (const u32*)me.p.counters;
@@ -139,7 +138,7 @@ DEVICE void consumers_wait_for_blocks(Self& me) {
 
 // A phase begins: registers are scarce, and what an earlier one computed of the thread's place is soon computed again.
 DEVICE void begin_phase(Self& me, int phase) {
-  me.phase = phase;
+  if (me.lane() == 0) shared().phase[me.warp] = phase;  // for the error that names it
   forget(me.tid);
 }
 
@@ -663,7 +662,7 @@ DEVICE void keep_item(Self& me, const Turn& turn, int layer, const Page& page, u
 }
 // A page's keys and values, those of before from the cache and the step's own, and the queries, into shared memory.
 DEVICE void gather(Self& me, const Turn& turn, int layer, const Page& page, u8* queries, u8* keys, u8* values) {
-  constexpr int BATCH = ROWS > 4 ? 2 : 1;  // items whose loads are under way at once
+  constexpr int BATCH = ROWS > 4 && !HAS_QK_NORM ? 2 : 1;  // items whose loads are under way at once
   const int padded = up_to(turn.rows * QUERIES, 16), first = most(page.start, page.page * PAGE);
   const int fresh = most(0, least(page.positions, (page.page + 1) * PAGE) - first), all = (padded + 2 * fresh) * (HEAD_DIM / 8);
   uint4 k[PIECES_EACH], v[PIECES_EACH];
@@ -939,7 +938,7 @@ DEVICE void produce(Self& me) {
       const int bytes = 64 * m.width, count = share_of(m, me.block()) * m.tiles;
       const long long first = (long long)me.block() * (m.groups / BLOCKS) + least(me.block(), m.groups % BLOCKS);
       const u8* from = (const u8*)(is_head ? me.p.head : ((const u64*)me.p.weights)[i]) + first * m.tiles * bytes;
-      me.phase = i;
+      shared().phase[me.warp] = i;
 #pragma unroll 1
       for (int tile = 0; tile < count; tile++) {
         const u32 bar = shared_address(&shared().empty[me.slot]), full = shared_address(&shared().full[me.slot]);
@@ -970,7 +969,7 @@ DEVICE void load(Self& me) {
       const int groups = share_of(m, me.block()), bytes = m.activation_bytes();
       if (matrix == O || (matrix != DOWN && m.streamed)) me.barrier++;  // that the consumers arrive at
       const u8* from = scratch<const u8>(me.p, matrix == O ? AT_ATTENDED : matrix == DOWN ? AT_GATED : AT_NORMED);
-      me.phase = i;
+      shared().phase[me.warp] = i;
       if (m.streamed && groups) {
         wait_for_blocks(me);
         order_global();
@@ -1158,7 +1157,7 @@ DEVICE void finish(Self& me) {
     const Turn turn = turn_of(me.p, step);
     const Shape& o = all_shapes.of[O];
     const int groups = share_of(o, me.block()), sixteenths = o.group / 16;
-    me.phase = 0;
+    begin_phase(me, 0);
     if (step) {  // the tokens are known
       if (me.lane() == 0) wait_for_blocks(me);
       sync_warp();
