@@ -212,7 +212,7 @@ def test_an_engine_tells_of_both_of_its_models_what_runs_them(hopper, monkeypatc
     def described(stream):
         return SimpleNamespace(
             path=tmp_path, manifest={"build": {"stream": stream}}, model_config=dummy_config(NAME)[0], checkpoint=NAME,
-            dtype="bfloat16", max_seq_len=200, max_batch_size=5, eos_token_ids=frozenset(),
+            dtype="bfloat16", max_seq_len=200, max_batch_size=3, eos_token_ids=frozenset(),
         )  # fmt: skip
 
     monkeypatch.setattr(gpu_build, "load_gpu_model", lambda info, **_: (gpu_model(NAME), None))
@@ -225,3 +225,17 @@ def test_an_engine_tells_of_both_of_its_models_what_runs_them(hopper, monkeypatc
     assert len(done.token_ids) == 8 and max(engine.target.steps.rows) == 5
     with pytest.raises(OptionError, match="heads of 80"):
         torch_backend._assemble_gpu(*pair, None, config, pieces, None, None, "stream", (), print)
+
+
+def test_auto_leaves_requests_that_do_not_fit_one_launch_to_the_other_path(hopper, tmp_path):
+    """17 rows at once would take turns; by name they may."""
+    config = DraftTargetDecodingConfig(max_draft_len=4, speculative_model_dir="x")
+    said = []
+    for together, target, drafter in ((3, "stream", "stream"), (4, "triton", "stream"), (9, "triton", "triton")):
+        loader = host.Loader("auto", config, 5, (), said.append, together=together)
+        for role in ("target", "drafter"):
+            loader.load(info(tmp_path, **FASTER), role, load)
+        assert [loader.chosen[role]["kernel"] for role in ("target", "drafter")] == [target, drafter], together
+    assert "up to 9 requests of 5 rows each may run at once, and the whole-step kernel needs at most 16" in said[-2]
+    by_name = host.Loader("stream", config, 5, (), said.append, together=9)
+    assert by_name.load(info(tmp_path), "target", load)[0].kernel == "stream"

@@ -118,7 +118,7 @@ def test_sampled_drafts_of_a_model_are_accepted_as_often_as_on_the_other_path():
 
 def test_auto_says_what_it_took_and_why():
     said = []
-    with LLM(PAIR["target"], device="cuda", say=said.append) as llm:
+    with LLM(PAIR["target"], device="cuda", max_batch_size=1, say=said.append) as llm:
         chosen = llm.info["kernels"]["target"]
     assert chosen["kernel"] in ("stream", "triton") and "at the build a step of 1 row took" in chosen["why"]
     assert any(line.startswith("kernel of the target: ") for line in said)

@@ -331,7 +331,7 @@ def _assemble_gpu(
     windows = [ModelConfig.from_hf(i.model_config).sliding_window for i in (target, drafter) if i is not None]
     pages = page_count(target, k, None if head is not None else ring_positions(windows), kv.max_tokens if kv else None)
     options: dict[str, Any] = {"max_draft_len": k, "pages": pages, "kv_dtype": kv_dtype, "ops": ops}
-    loader = Loader(kernel, config, k + 1, kernels_off, say)
+    loader = Loader(kernel, config, k + 1, kernels_off, say, together=target.max_batch_size)
     model, _ = loader.load(target, "target", partial(load_gpu_model, target, **options))
     if drafter is not None:
         drafting: Any = ModelDrafting(*loader.load(drafter, "drafter", partial(load_gpu_model, drafter, **options)))

@@ -64,6 +64,18 @@ def obstacle(
     return None
 
 
+def too_many(requests: int, rows: int) -> WorkbookError | None:
+    """What speaks against it where the time of one request is not all that counts: so many at once do not fit a launch
+    and would be served in turns, where the Triton kernels take them together."""
+    if requests * rows <= STREAM_ROWS:
+        return None
+    return OptionError(
+        f"up to {requests} requests of {rows} row{'s' if rows > 1 else ''} each may run at once",
+        f"at most {STREAM_ROWS} rows together",
+        f"set max_batch_size to {max(1, STREAM_ROWS // rows)}, or ask for kernel='stream'",
+    )
+
+
 def refused_features() -> OptionError:
     """What is said to drafters that look at the target's hidden states (EAGLE-3, Medusa)."""
     return OptionError(

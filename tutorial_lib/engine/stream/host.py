@@ -20,7 +20,7 @@ from ...config import DecodingBaseConfig
 from ...errors import WorkbookError
 from ..gpu_model import PAGE, GpuModel, Ops, captured, compile_steps, seconds_of
 from ..model import ModelConfig
-from .choice import STREAM_ROWS, choose, found_at_build, obstacle
+from .choice import STREAM_ROWS, choose, found_at_build, obstacle, too_many
 from .model import StreamModel, WholeSteps
 from .steps import open_steps, plan_for
 
@@ -112,12 +112,20 @@ def step_ms(model: GpuModel, rows: Sequence[int], *, context: int = MEASURED_CON
 
 class Loader:
     """Loads the models of one engine and decides for each what runs it. kernel: as asked for. round_rows: of one
-    request. chosen: "target" and "drafter" -> {"kernel", "why"}, and of the whole-step kernel how it was compiled."""
+    request. together: requests that may run at once. chosen: "target" and "drafter" -> {"kernel", "why"}, and of the
+    whole-step kernel how it was compiled."""
 
     def __init__(
-        self, kernel: str, config: DecodingBaseConfig | None, round_rows: int, kernels_off: Sequence[str], say: Say
+        self,
+        kernel: str,
+        config: DecodingBaseConfig | None,
+        round_rows: int,
+        kernels_off: Sequence[str],
+        say: Say,
+        *,
+        together: int = 1,
     ) -> None:
-        self.kernel, self.round_rows, self.say = kernel, round_rows, say
+        self.kernel, self.round_rows, self.together, self.say = kernel, round_rows, together, say
         capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
         self.against = obstacle(config, round_rows, capability=capability, kernels_off=kernels_off)
         self.chosen: dict[str, dict[str, Any]] = {}
@@ -128,7 +136,10 @@ class Loader:
         """What `load()` gives, the model run by the kernel that `choose` says. Raises why not if that was asked for."""
         measured = info.manifest["build"].get("stream")
         rows = self.round_rows if role == "target" else 1
-        choice = choose(self.kernel, self.against, measured, rows)
+        against = self.against
+        if against is None and self.kernel == "auto":
+            against = too_many(self.together, rows if role == "target" else 2)  # a draft begins with two tokens
+        choice = choose(self.kernel, against, measured, rows)
         model, head_ids = load()
         report: dict[str, Any] = {}
         if choice.is_stream:
