@@ -129,7 +129,8 @@ def _trees(card: Mapping[str, Any]) -> list[str]:
     if not rows:
         return []
     sizes = list(next(iter(rows.values())))
-    lines = ["", f"Fixed trees, chosen on {card['tree_texts']} answers of the training text:", ""]
+    where = "text written for it" if "new_text" in card else "the training text"
+    lines = ["", f"Fixed trees, chosen on {card['tree_texts']} answers of {where}:", ""]
     lines += ["| nodes | " + " | ".join(sizes) + " |", "|---|" + "---|" * len(sizes)]
     return lines + [
         f"| {name} | " + " | ".join(f"{found[n]:.2f}" for n in sizes) + " |" for name, found in rows.items()
@@ -147,11 +148,10 @@ def _ranks(found: Mapping[str, Any]) -> list[str]:
 
 
 def _making(card: Mapping[str, Any]) -> list[str]:
-    data, training, shortlist = card["data"], card["training"], card["shortlist"]
+    data, training = card["data"], card["training"]
     settings = training["settings"]
     before = ", ".join(f"{name} {value:.3f}" for name, value in card["before_int8"].items())
     after = ", ".join(f"{name} {found['acceptance_length']:.3f}" for name, found in card["evaluation"].items())
-    sizes = ", ".join(f"{size}: {share:.1%}" for size, share in shortlist["coverage_by_size"].items())
     hard = settings["hard_share"]
     aim = "the target's first choice"
     if hard < 1:
@@ -160,6 +160,7 @@ def _making(card: Mapping[str, Any]) -> list[str]:
         "",
         "## How it was made",
         "",
+        *_mean(card),
         f"- Data: {data['tokens']:,} tokens in {data['documents']:,} documents, of which {data['answer_tokens']:,} are",
         f"  answers ({data['greedy_documents']:,} documents are answered greedily), written by the target itself",
         f"  from {data['openers']} beginnings (`drafters/openers.py`) in {data['seconds']:.0f} s. The bundled prompts",
@@ -168,11 +169,66 @@ def _making(card: Mapping[str, Any]) -> list[str]:
         f"  {training['seconds']:.0f} s (about {training['passes']:.1f} passes), {settings['optimizer']}, learning",
         f"  rate {settings['learning_rate']:g}, {_start(card)}. Cross-entropy",
         f"  against {aim}.",
-        "- Shortlist: the tokens that the target most often ranks first in answers; it covers",
-        f"  {shortlist['coverage']:.1%} of them ({sizes}).",
+        *_average(card),
+        *_shortlist(card),
         f"- Stored as int8 with one float32 scale per row: {card['weights_bytes']:,} bytes. Acceptance length before",
         f"  rounding: {before}; after: {after}.",
         f"- Machine: {card['machine']}. Seed: {settings['seed']}. Made by: `{card['provenance']['command']}`.",
+    ]
+
+
+def _mean(card: Mapping[str, Any]) -> list[str]:
+    """Of a mean of finished runs: which, and how far each comes on the same text."""
+    if "mean_of" not in card:
+        return []
+    new = card["new_text"]
+    lines = [
+        f"- The weights are the mean of those of {len(card['mean_of'])} finished runs (`drafters/averaging.py`);",
+        "  nothing was trained after that. Acceptance length of each, with its own shortlist:",
+    ]
+    for run in card["mean_of"]:
+        lines += [
+            f"  - seed {run['seed']}, {run['steps']:,} steps in {run['seconds']:.0f} s:"
+            f" {run['acceptance_length']:.3f} on its {run['measured_on']}, {run['held_out']:.3f} on the held-out"
+            " answers of this card.",
+        ]
+    lines += [
+        f"- New text: {new['tokens']:,} tokens in {new['documents']:,} documents (seed {new['seed']}), half of them",
+        "  for the choice of trees, half for the held-out answers above; they begin as those of the training do.",
+    ]
+    if card.get("note"):
+        lines += [f"- {card['note']}"]
+    return [*lines, "- Data, training and curve below are those of the last run."]
+
+
+def _average(card: Mapping[str, Any]) -> list[str]:
+    """Of a training that tried the mean with the run it went on from."""
+    if not (found := card.get("average")):
+        return []
+    kept = "the mean" if found["kept"] == "mean" else "the trained weights"
+    return [
+        "- Also tried: the mean of the weights gone on from and those trained. Acceptance length on held-out answers,",
+        f"  by which one was kept: trained {found['trained']:.3f}, mean {found['mean']:.3f}; kept: {kept}.",
+    ]
+
+
+def _shortlist(card: Mapping[str, Any]) -> list[str]:
+    shortlist = card["shortlist"]
+    sizes = ", ".join(f"{size}: {share:.1%}" for size, share in shortlist["coverage_by_size"].items())
+    if "mean_of" in card:
+        return [
+            f"- Shortlist: the {shortlist['of_last_run']:,} ids of the last run (the tokens that the target most often",
+            f"  ranked first in its text; {sizes}), {shortlist['of_other_runs']:,} more of the other runs, and",
+            f"  {shortlist['by_number']:,} in the order of their number. It covers {shortlist['coverage']:.1%} of the"
+            " target's first choices in the new text.",
+        ]
+    trained = card["training"]["settings"]["shortlist_size"]
+    wider = (
+        f" Trained with {trained:,}; the others in the order of their number." if shortlist["size"] > trained else ""
+    )
+    return [
+        "- Shortlist: the tokens that the target most often ranks first in answers; it covers",
+        f"  {shortlist['coverage']:.1%} of them ({sizes}).{wider}",
     ]
 
 
@@ -180,8 +236,9 @@ def _start(card: Mapping[str, Any]) -> str:
     if card["kind"] == "medusa":
         return "started as copies of the target's own head"
     if before := card.get("before"):
+        which = "a mean whose last run is an earlier one" if "mean_of" in before else "an earlier run"
         start = (
-            f"an earlier run ({before['steps']:,} steps in {before['seconds']:.0f} s on other text, acceptance length"
+            f"{which} ({before['steps']:,} steps in {before['seconds']:.0f} s on other text, acceptance length"
             f" {before['acceptance_length']:.2f} then)"
         )
     elif card["kind"] == "eagle3":

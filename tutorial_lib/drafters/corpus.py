@@ -497,10 +497,20 @@ def _draw(values: torch.Tensor, temperature: torch.Tensor, top_p: float, generat
 
 
 def choose_shortlist(corpus: Corpus, vocab_size: int, size: int, always: Sequence[int] = ()) -> torch.Tensor:
-    """The `size` ids that the target most often ranks first inside answers, `always` among them; int64, ascending."""
+    """The `size` ids that the target most often ranks first inside answers, `always` among them; int64, ascending.
+    Ids ranked first equally often, those never seen among them, come in the order of their number (see `widened`)."""
     counts = first_choices(corpus, vocab_size)
     counts[list(always)] = counts.max() + 1
-    return counts.topk(min(size, vocab_size)).indices.sort().values
+    return counts.argsort(descending=True, stable=True)[:size].sort().values
+
+
+def widened(shortlist: torch.Tensor, size: int, vocab_size: int) -> torch.Tensor:
+    """`shortlist` and as many more ids as make it `size` (int64, ascending), in the order of their number: a BPE
+    tokenizer numbers its tokens as it merged them, frequent ones first. A shortlist as long as that stays as it is."""
+    is_in = torch.zeros(vocab_size, dtype=torch.bool, device=shortlist.device)
+    is_in[shortlist] = True
+    more = (~is_in).nonzero()[:, 0][: max(0, size - len(shortlist))]
+    return torch.cat([shortlist, more]).sort().values
 
 
 def coverage(counts: torch.Tensor, shortlist: torch.Tensor) -> float:

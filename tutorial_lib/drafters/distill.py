@@ -22,18 +22,21 @@ from torch import nn
 from ..errors import OptionError
 from ..models import Checkpoint
 from .acceptance import Text, held_out_texts
-from .corpus import ANSWER, FORCED, USER, Corpus, Say, Threads, choose_shortlist
+from .corpus import ANSWER, FORCED, USER, Corpus, Say, Threads, choose_shortlist, widened
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSettings:
     """hard_share: weight of the target's first choice against its whole top-16 distribution (1: the first choice alone,
     best for greedy acceptance by a hair; lower for sampling and for trees). user_share: how many of the positions in
-    user turns are trained on. init_layers: layers of the target to start from. Exactly one of `steps` and `seconds`
-    ends the schedule. Defaults: as the shipped draft model was made."""
+    user turns are trained on. init_layers: layers of the target to start from. export_shortlist: ids that the trained
+    drafter may propose, beyond those trained (None: only those). is_averaged: see `average_if_better`. Exactly one of
+    `steps` and `seconds` ends the schedule. Defaults: as the shipped draft model was made."""
 
     init_layers: tuple[int, ...] = ()
     shortlist_size: int = 8192
+    export_shortlist: int | None = None
+    is_averaged: bool = False
     steps: int | None = None
     seconds: float | None = None
     tokens_per_step: int = 65536
@@ -82,6 +85,8 @@ class Student(Protocol):
     def evaluate(self, texts: Sequence[Text], max_draft_len: int | None = None) -> dict[str, Any]: ...
 
     def vocabulary(self) -> dict[str, torch.Tensor]: ...
+
+    def cover(self, shortlist: torch.Tensor, whole_head: torch.Tensor) -> None: ...
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
@@ -159,6 +164,37 @@ def fit(
                 optimizer.zero_grad(set_to_none=True)
             steps += 1
     return trained
+
+
+def average_if_better(trained: Trained, before: Any | None, corpus: Corpus, say: Say = print) -> None:
+    """Give a student that went on from `before` the mean of both weights, if that is accepted more on held-out answers.
+
+    What two runs of one family agree on stays, what each learned by chance is halved: Wortsman et al. 2022 (arXiv
+    2203.05482). The card tells both figures (`facts["average"]`). Without `settings.is_averaged` nothing happens.
+    """
+    if not trained.settings.is_averaged or before is None:
+        return
+    student, texts = trained.draft, held_out_texts(corpus, trained.held_out)
+    own = {name: weight.clone() for name, weight in student.state_dict().items()}
+    found = {"trained": student.evaluate(texts)["acceptance_length"]}
+    student.load_state_dict(mean_weights([before.state_dict(), own]))
+    found["mean"] = student.evaluate(texts)["acceptance_length"]
+    kept = max(found, key=found.__getitem__)
+    if kept == "trained":
+        student.load_state_dict(own)
+    student.facts["average"] = {**found, "kept": kept}
+    say(f"{student.kind}, held out: trained {found['trained']:.3f}, mean {found['mean']:.3f}; kept: {kept}")
+
+
+def mean_weights(states: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The mean of several state dicts of the same names and shapes."""
+    return {name: torch.stack([state[name].to(one) for state in states]).mean(0) for name, one in states[-1].items()}
+
+
+def widen(student: Student, size: int, whole_head: torch.Tensor) -> None:
+    """Let a trained student propose `size` ids (see `widened`). The rows of a head are the target's own, so those added
+    are as good as any; what they cost is being read at every draft step. whole_head [vocab, width]."""
+    student.cover(widened(student.shortlist, size, len(whole_head)), whole_head)
 
 
 def _optimizers(parameters: Sequence[nn.Parameter], settings: TrainingSettings) -> list[torch.optim.Optimizer]:

@@ -39,12 +39,14 @@ from .distill import (
     Batch,
     Trained,
     TrainingSettings,
+    average_if_better,
     corpus_shortlist,
     fit,
     read_weights,
     shortlist_loss,
+    widen,
 )
-from .training import DraftModel, made, new_draft_model, read_card, rotate_halves
+from .training import DraftModel, check_average, made, new_draft_model, read_card, rotate_halves
 
 UNSEEN = 1 << 20  # rank of a token that cannot be drafted
 SHIPPED_TREE = 16  # nodes of the tree that config.json recommends; the card has the whole order
@@ -152,15 +154,21 @@ class _Head(nn.Module):
         model = see.model
         self.tree: list[tuple[int, ...]] = []
         self.facts: dict[str, Any] = {"depth": depth, "reach_power": reach_power}
-        self.register_buffer("shortlist", shortlist.to(model.embed.device), persistent=False)
-        self.register_buffer("head", model.head[self.shortlist].contiguous(), persistent=False)
-        rank = torch.full((model.config["vocab_size"],), -1, device=model.embed.device)
-        rank[self.shortlist] = torch.arange(len(shortlist), device=model.embed.device)
-        self.register_buffer("rank", rank, persistent=False)
+        for name in ("shortlist", "head", "rank"):
+            self.register_buffer(name, None, persistent=False)
+        self.cover(shortlist, model.head)
 
     @property
     def see(self) -> TargetStates:
         return self._see[0]
+
+    def cover(self, shortlist: torch.Tensor, whole_head: torch.Tensor) -> None:
+        """Propose the ids of `shortlist` [V_d] from now on; whole_head [vocab, width] is the target's."""
+        device = whole_head.device
+        self.shortlist = shortlist.to(device)
+        self.head = whole_head[self.shortlist].contiguous()
+        self.rank = torch.full((len(whole_head),), -1, device=device)
+        self.rank[self.shortlist] = torch.arange(len(shortlist), device=device)
 
     def unroll(self, tokens: torch.Tensor, states: Sequence[torch.Tensor], depth: int) -> Iterator[torch.Tensor]:
         """For step 0, 1, … [rows, length, width], normed for the head: row b drafts token b + 2 + step."""
@@ -549,6 +557,7 @@ def train_heads(
     """
     if not kinds or set(kinds) - {"medusa", "eagle3"}:
         raise OptionError(f"heads to train are {list(kinds)}", "'medusa', 'eagle3' or both")
+    check_average(settings, go_on_from)
     before = None if go_on_from is None else _earlier_head(kinds, go_on_from, target, device)
     if before is not None:
         intermediate_size = before.midlayer.intermediate_size
@@ -582,6 +591,9 @@ def train_heads(
     for one in found:
         if one.draft.kind == "eagle3":
             one.draft.fold()
+        average_if_better(one, before, corpus, say)
+        if settings.export_shortlist is not None:
+            widen(one.draft, settings.export_shortlist, see.model.head)
         one.draft.choose_tree(tree_texts)
     return {one.draft.kind: one for one in found}
 

@@ -35,11 +35,13 @@ from .distill import (
     Batch,
     Trained,
     TrainingSettings,
+    average_if_better,
     corpus_shortlist,
     fit,
     read_weights,
     round_weights,
     shortlist_loss,
+    widen,
     write_json,
     write_student,
 )
@@ -131,12 +133,18 @@ class DraftModel(nn.Module):
         self.layers = nn.ModuleList(DraftLayer(shape) for _ in range(shape.num_layers))
         self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.facts: dict[str, Any] = {"layers": shape.num_layers}
+        for name in ("head", "shortlist"):
+            self.register_buffer(name, None, persistent=False)
         self.register_buffer("embed", embed, persistent=False)
-        self.register_buffer("head", head[shortlist.to(head.device)].contiguous(), persistent=False)
-        self.register_buffer("shortlist", shortlist.to(embed.device), persistent=False)
+        self.cover(shortlist, head)
         self.register_buffer("inverse_frequencies", inverse_frequencies(shape).to(embed.device), persistent=False)
 
     kind, prefix = "draft", "model."
+
+    def cover(self, shortlist: torch.Tensor, whole_head: torch.Tensor) -> None:
+        """Propose the ids of `shortlist` [V_d] from now on; whole_head [vocab, width] is the target's."""
+        self.head = whole_head[shortlist.to(whole_head.device)].contiguous()
+        self.shortlist = shortlist.to(self.embed.device)
 
     def states(self, tokens: torch.Tensor) -> Iterator[torch.Tensor]:
         """tokens [rows, length] -> [rows, length, width] after 0, 1, … layers, at last normed for the head."""
@@ -180,15 +188,18 @@ def new_draft_model(
     """A draft model that starts as the given layers of the target (counted from 0) and its final norm."""
     tensors = target.tensors(device, torch.float32)
     config = {**target.config, "num_hidden_layers": len(init_layers)}
-    embed = tensors["model.embed_tokens.weight"]
-    head = embed if target.config.get("tie_word_embeddings") else tensors["lm_head.weight"]
-    draft = DraftModel(config, embed, head, shortlist).to(device)
+    draft = DraftModel(config, tensors["model.embed_tokens.weight"], whole_head(target, tensors), shortlist).to(device)
     with torch.no_grad():
         for layer, source in zip(draft.layers, init_layers, strict=True):
             for name, parameter in layer.named_parameters():
                 parameter.copy_(tensors[f"model.layers.{source}.{name}"])
         draft.norm.weight.copy_(tensors["model.norm.weight"])
     return draft
+
+
+def whole_head(target: Checkpoint, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The target's output matrix [vocab, width]."""
+    return tensors["model.embed_tokens.weight" if target.config.get("tie_word_embeddings") else "lm_head.weight"]
 
 
 def spread_layers(count: int, total: int) -> list[int]:
@@ -211,6 +222,7 @@ def train_draft_model(
 ) -> Trained:
     """Distil the target's choices into a draft model. `measure_every`: share of the schedule between measurements.
     go_on_from: the exported folder of a draft model whose weights, and number of layers, are the start."""
+    check_average(settings, go_on_from)
     torch.manual_seed(settings.seed)
     shortlist = corpus_shortlist(target, corpus, settings)
     layers, before = settings.init_layers, None
@@ -224,7 +236,17 @@ def train_draft_model(
     if device.startswith("cuda"):
         for layer in draft.layers:
             layer.compile(dynamic=True)
-    return fit([draft], corpus, settings, target.config["vocab_size"], measure_every=measure_every, say=say)[0]
+    trained = fit([draft], corpus, settings, target.config["vocab_size"], measure_every=measure_every, say=say)[0]
+    average_if_better(trained, before, corpus, say)
+    if settings.export_shortlist is not None:
+        widen(draft, settings.export_shortlist, whole_head(target, target.tensors(device, torch.float32)))
+    return trained
+
+
+def check_average(settings: TrainingSettings, go_on_from: str | Path | None) -> None:
+    """A mean needs two runs."""
+    if settings.is_averaged and go_on_from is None:
+        raise OptionError("a mean of weights is asked for, and no earlier run", "the folder of one to go on from")
 
 
 # ---------------------------------------------------------------------------------------------------------- evaluation
@@ -369,6 +391,16 @@ def main(
         list[Path] | None,
         typer.Option(help="folder of an earlier run's drafter, whose weights are the start; one for each kind at most"),
     ] = None,
+    average: Annotated[
+        bool,
+        typer.Option(
+            "--average",
+            help="keep the mean of the weights trained and those gone on from, if better on held-out answers",
+        ),
+    ] = False,
+    export_shortlist: Annotated[
+        int, typer.Option(help="head rows when done, beyond those trained, in the order of their ids; 0: no more")
+    ] = 0,
     seed: Annotated[int, typer.Option(help="of the openers, the sampling and the training")] = 0,
 ) -> None:
     """Let the target write a corpus, distil drafters from it, measure them, write them down."""
@@ -377,7 +409,8 @@ def main(
         raise OptionError(f"kind is {sorted(unknown)[0]!r}", f"one of {', '.join(KINDS)}")
     if not 0 < minutes < 24 * 60:
         raise OptionError(f"minutes is {minutes}", "a time between 0 and 24 hours", "set --minutes, for example to 1")
-    for name, value in (("layers", layers), ("shortlist", shortlist), ("intermediate", intermediate), ("seed", seed)):
+    numbers = {"layers": layers, "shortlist": shortlist, "intermediate": intermediate, "seed": seed}
+    for name, value in {**numbers, "export-shortlist": export_shortlist}.items():
         if value < 0:
             raise OptionError(f"{name} is {value}", "a whole number >= 0", f"set --{name} to one")
     if device != "cpu" and device.partition(":")[0] != "cuda":
@@ -387,7 +420,12 @@ def main(
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise OptionError("this machine has no CUDA device", "one for --device cuda", "use --device cpu")
     checkpoint = resolve(target)
-    before = _earlier(kinds, go_on_from or [])
+    before = _earlier(kinds, go_on_from or [], {"layers": layers, "intermediate_size": intermediate})
+    if average and set(before) != set(kinds):
+        missing = ", ".join(sorted(set(kinds) - set(before)))
+        raise OptionError(
+            f"--average for {missing} without an earlier run", "a folder to go on from", "add --go-on-from"
+        )
     settings, seconds, options = recipe(
         kinds,
         device,
@@ -410,7 +448,9 @@ def main(
     bundled = bundled_texts(checkpoint, device=device) if prompts else []
     command = ["python", "-m", "tutorial_lib.drafters.training", *sys.argv[1:]]
     for name in kinds:
-        train = TrainingSettings(seed=seed, **options[name])
+        train = TrainingSettings(
+            seed=seed, is_averaged=average, export_shortlist=export_shortlist or None, **options[name]
+        )
         if name == "draft":
             trained = train_draft_model(checkpoint, corpus, train, device=device, go_on_from=before.get(name), say=_say)
         else:
@@ -434,17 +474,27 @@ def main(
         make_and_export(checkpoint, corpus, settings, corpus_seconds, trained, texts, command, folder, say=_say)
 
 
-def _earlier(kinds: Sequence[str], folders: Sequence[Path]) -> dict[str, Path]:
-    """The folders to go on from by kind; what is wrong with them is found before minutes of work."""
+def _earlier(kinds: Sequence[str], folders: Sequence[Path], sizes: Mapping[str, int]) -> dict[str, Path]:
+    """The folders to go on from by kind; what is wrong with them, `sizes` asked for (0: none) among it, is found before
+    minutes of work."""
     found: dict[str, Path] = {}
     for folder in folders:
-        kind = read_card(folder)["kind"]
+        card = read_card(folder)
+        kind = card["kind"]
         if kind not in kinds or kind in found or kind == "medusa":
             raise OptionError(
                 f"--go-on-from {folder.name!r} holds {kind}, and what is trained is {', '.join(kinds)}",
                 "a draft model or an EAGLE-3 head of a kind that is trained, at most one for each",
                 "leave it out, or name its --kind",
             )
+        for name, size in sizes.items():
+            if size and card.get(name, size) != size:
+                option = name.removesuffix("_size")
+                raise OptionError(
+                    f"--{option} is {size}, and {folder.name!r} was trained with {card[name]}",
+                    "the size of the run gone on from",
+                    f"leave out --{option}",
+                )
         found[kind] = folder
     return found
 
@@ -468,6 +518,7 @@ def made(card: Mapping[str, Any]) -> dict[str, Any]:
         "seconds": card["training"]["seconds"],
         "acceptance_length": figures["acceptance_length"],
         "before": card.get("before"),
+        **({"mean_of": card["mean_of"]} if "mean_of" in card else {}),
     }
 
 
