@@ -1,6 +1,6 @@
-// The words of `stream/machine.cuh` on a CPU: every CUDA thread is a coroutine, every block has its shared memory, and a
-// scheduler picks who goes on in an order that a seed decides. Bulk copies arrive some time later, and tensor cores read
-// shared memory through the same descriptors. When nobody can go on, one who waits for a barrier "took too long".
+// The words of `stream/machine.cuh` on a CPU: every CUDA thread is a coroutine, every block has its shared memory, and
+// a scheduler picks who goes on in an order that a seed decides. Bulk copies arrive some time later, and tensor cores
+// read shared memory through the same descriptors. When nobody can go on, one who waits for a barrier "took too long".
 
 #include <ucontext.h>
 
@@ -233,9 +233,7 @@ DEVICE float float_of(u32 v) {
   memcpy(&r, &v, 4);
   return r;
 }
-DEVICE u32 shuffle(u32 v, int lanes) {
-  return (u32)emulated::exchange(v)[(emulated::current->thread % 32) ^ lanes];
-}
+DEVICE u32 shuffle(u32 v, int lanes) { return (u32)emulated::exchange(v)[(emulated::current->thread % 32) ^ lanes]; }
 DEVICE float shuffle(float v, int lanes) { return float_of(shuffle(bits_of(v), lanes)); }
 DEVICE u32 first_lane(u32 v) { return (u32)emulated::exchange(v)[0]; }
 

@@ -23,7 +23,7 @@ extern __shared__ __align__(1024) u8 shared_memory[];
 DEVICE u8* shared_base() { return shared_memory; }
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
-// ---------------------------------------------------------------------------------------------- waiting, and not for ever
+// ------------------------------------------------------------------------------------------- waiting, and not for ever
 
 DEVICE u64 nanoseconds() {
   u64 t;
@@ -64,25 +64,22 @@ DEVICE void pause_us(int us) {
   for (int i = 0; i < us; i++) __nanosleep(1000);
 }
 
-// -------------------------------------------------------------------------------------------- barriers of shared memory
+// ------------------------------------------------------------------------------------------- barriers of shared memory
 
 DEVICE void barrier_init(u32 bar, u32 arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(bar), "r"(arrivals));
 }
 DEVICE void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-DEVICE void barrier_arrive(u32 bar) {
-  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(bar) : "memory");
-}
+DEVICE void barrier_arrive(u32 bar) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(bar) : "memory"); }
 DEVICE void barrier_arrive_expecting(u32 bar, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }
 DEVICE bool barrier_passed(u32 bar, u32 parity) {
   u32 ok;
-  asm volatile(
-      "{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-      : "=r"(ok)
-      : "r"(bar), "r"(parity)
-      : "memory");
+  asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+               : "=r"(ok)
+               : "r"(bar), "r"(parity)
+               : "memory");
   return ok;
 }
 DEVICE void sync_warp() { __syncwarp(); }
@@ -92,7 +89,7 @@ DEVICE void sync_some() {
   asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(COUNT) : "memory");
 }
 
-// ------------------------------------------------------------------------------------------------------- bulk copies
+// --------------------------------------------------------------------------------------------------------- bulk copies
 
 DEVICE u64 read_once_policy() {
   u64 policy;
@@ -101,8 +98,8 @@ DEVICE u64 read_once_policy() {
 }
 DEVICE void copy_once(u32 to, const u8* from, u32 bytes, u32 bar, u64 policy) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-          to),
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(to),
       "l"(from), "r"(bytes), "r"(bar), "l"(policy)
       : "memory");
 }
@@ -115,7 +112,7 @@ DEVICE void copy_shared(u32 to, const u8* from, u32 bytes, u32 bar) {
 DEVICE void order_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 DEVICE void order_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-// ------------------------------------------------------------------------------------------- between processors (via L2)
+// ----------------------------------------------------------------------------------------- between processors (via L2)
 
 DEVICE void add_release(u32* counter) {
   asm volatile("fence.acq_rel.gpu; red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
@@ -158,20 +155,18 @@ DEVICE u64 far_u64(const u64* p) {
   asm volatile("ld.global.cg.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
 }
-DEVICE void put_far_float(float* p, float v) {
-  asm volatile("st.global.cg.f32 [%0], %1;" ::"l"(p), "f"(v) : "memory");
-}
+DEVICE void put_far_float(float* p, float v) { asm volatile("st.global.cg.f32 [%0], %1;" ::"l"(p), "f"(v) : "memory"); }
 DEVICE void put_far_float2(float* p, float a, float b) {
   asm volatile("st.global.cg.v2.f32 [%0], {%1, %2};" ::"l"(p), "f"(a), "f"(b) : "memory");
 }
 
-// ------------------------------------------------------------------------------------------------ between a warp's lanes
+// ---------------------------------------------------------------------------------------------- between a warp's lanes
 
 DEVICE float shuffle(float v, int lanes) { return __shfl_xor_sync(~0u, v, lanes); }
 DEVICE u32 shuffle(u32 v, int lanes) { return __shfl_xor_sync(~0u, v, lanes); }
 DEVICE u32 first_lane(u32 v) { return __shfl_sync(~0u, v, 0); }
 
-// --------------------------------------------------------------------------------------------------------------- numbers
+// ------------------------------------------------------------------------------------------------------------- numbers
 
 DEVICE float bf16_to_float(u16 v) { return __uint_as_float((u32)v << 16); }
 DEVICE u16 float_to_bf16(float v) {
@@ -215,7 +210,7 @@ DEVICE float power_of_two(float v) {
 DEVICE u32 bits_of(float v) { return __float_as_uint(v); }
 DEVICE float float_of(u32 v) { return __uint_as_float(v); }
 
-// ---------------------------------------------------------------------------------------- tensor cores: a warp's products
+// ------------------------------------------------------------------------------------- tensor cores: a warp's products
 
 // Four 8 x 8 matrices of bf16 from shared memory, whose rows lie at the addresses of lanes 0-7, 8-15, 16-23 and 24-31.
 // Lane 4 g + t gets of each the elements (g, 2t) and (g, 2t + 1); transposed: (2t, g) and (2t + 1, g).
@@ -242,8 +237,8 @@ DEVICE void multiply_16x8(float* c, const u32* a, u32 b0, u32 b1) {
 
 // ------------------------------------------------------------------------------- tensor cores: products of a warpgroup
 
-// Where a matrix lies in shared memory, without swizzle: core matrices of 8 rows x 16 bytes, `along_k` bytes from one to
-// the next along K, `along_rows` to the next 8 rows.
+// Where a matrix lies in shared memory, without swizzle: core matrices of 8 rows x 16 bytes, `along_k` bytes from one
+// to the next along K, `along_rows` to the next 8 rows.
 DEVICE u64 descriptor(u32 address, u32 along_k, u32 along_rows) {
   return (u64)((address >> 4) & 0x3fff) | (u64)(along_k >> 4) << 16 | (u64)(along_rows >> 4) << 32;
 }
@@ -263,15 +258,15 @@ DEVICE void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" 
 #define R16 R8 ",%8,%9,%10,%11,%12,%13,%14,%15"
 #define R24 R16 ",%16,%17,%18,%19,%20,%21,%22,%23"
 #define R32 R24 ",%24,%25,%26,%27,%28,%29,%30,%31"
-#define WGMMA(ADDS, SHAPE, TYPES, REGISTERS, A, B, TAIL, ...)                                                 \
-  asm volatile("{.reg .pred p; setp.ne.b32 p, " ADDS ", 0; wgmma.mma_async.sync.aligned." SHAPE "." TYPES     \
-               " {" REGISTERS "}, " A ", " B ", p, 1, 1" TAIL ";}"                                            \
-               : __VA_ARGS__                                                                                  \
+#define WGMMA(ADDS, SHAPE, TYPES, REGISTERS, A, B, TAIL, ...)                                             \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, " ADDS ", 0; wgmma.mma_async.sync.aligned." SHAPE "." TYPES \
+               " {" REGISTERS "}, " A ", " B ", p, 1, 1" TAIL ";}"                                        \
+               : __VA_ARGS__                                                                              \
                : "l"(a), "l"(b))
-#define OF_TYPE(ADDS, COUNT, REGISTERS, A, B, ...)                                                     \
-  if constexpr (EIGHT_BITS)                                                                            \
-    WGMMA(ADDS, "m64n" COUNT "k32", "f32.e4m3.e4m3", REGISTERS, A, B, "", __VA_ARGS__);                \
-  else                                                                                                 \
+#define OF_TYPE(ADDS, COUNT, REGISTERS, A, B, ...)                                      \
+  if constexpr (EIGHT_BITS)                                                             \
+    WGMMA(ADDS, "m64n" COUNT "k32", "f32.e4m3.e4m3", REGISTERS, A, B, "", __VA_ARGS__); \
+  else                                                                                  \
     WGMMA(ADDS, "m64n" COUNT "k16", "f32.bf16.bf16", REGISTERS, A, B, ", 0, 0", __VA_ARGS__)
 #define FIRST_OR_NEXT(COUNT, REGISTERS, A, B, FIRST, NEXT) \
   if constexpr (IS_FIRST) {                                \

@@ -8,21 +8,21 @@
 //   warps 0-15   consumers   norms, products on tensor cores (4 warpgroups, every fourth tile each), attention
 //   warp  16     producer    weights -> ring
 //   warp  17     loader      activations of o, down (and what is `streamed`) -> beside their tile in the ring
-//   warps 18-19  epilogues   partial sums -> queries, keys, values; residual; SiLU(gate) * up; logits and the best token
+//   warps 18-19  epilogues   partial sums -> queries, keys, values; residual; SiLU(gate) * up; the best token
 //
 // A token's way through a layer, `|` being a barrier of all blocks, since everyone needs what everyone made:
 //
 //   h -> norm, qkv | attention, page by page -> merge | o, h += | norm, gate_up, SiLU | down, h += |
 //
-// A block owns whole rows of every matrix (`plan.py`), so no sum crosses blocks, and every sum has one order, whether the
-// launch has 1 row or 16: a row's result does not depend on the rows beside it, bit for bit. That is what makes
+// A block owns whole rows of every matrix (`plan.py`), so no sum crosses blocks, and every sum has one order, whether
+// the launch has 1 row or 16: a row's result does not depend on the rows beside it, bit for bit. That is what makes
 // speculative text equal to plain text. The norm is exact: each block computes it for itself from h and the sums of
 // squares that the owners of h leave, which costs less than a barrier.
 //
 // A wait that lasts too long writes to `trouble` where it was. From then on nobody waits for anything: all blocks run
 // to their end over whatever there is, within milliseconds, and later launches return at once.
 
-// ------------------------------------------------------------------------------------------------- the model's shapes
+// -------------------------------------------------------------------------------------------------- the model's shapes
 
 enum Matrix { QKV, O, GATE_UP, DOWN, HEAD };
 struct Shape {  // as `plan.Matrix`; streamed: its activations come with its tiles, not from shared memory
@@ -33,18 +33,18 @@ struct Shape {  // as `plan.Matrix`; streamed: its activations come with its til
 struct Shapes {
   Shape of[5];
 };
-#define SHAPE(M)                                                                                               \
-  {SHAPE_##M##_ROWS, SHAPE_##M##_K_BYTES, SHAPE_##M##_GROUP, SHAPE_##M##_GROUPS, SHAPE_##M##_WIDTH, SHAPE_##M##_TILES, \
-   SHAPE_##M##_STREAMED}
+#define SHAPE(M)                                                                    \
+  {SHAPE_##M##_ROWS,  SHAPE_##M##_K_BYTES, SHAPE_##M##_GROUP,   SHAPE_##M##_GROUPS, \
+   SHAPE_##M##_WIDTH, SHAPE_##M##_TILES,   SHAPE_##M##_STREAMED}
 constexpr Shapes ALL = {{SHAPE(QKV), SHAPE(O), SHAPE(GATE_UP), SHAPE(DOWN), SHAPE(HEAD)}};
 CONSTANT Shapes all_shapes = {{SHAPE(QKV), SHAPE(O), SHAPE(GATE_UP), SHAPE(DOWN), SHAPE(HEAD)}};
 
 constexpr bool HAS_FP8 = IS_FP8, HAS_FP8_HEAD = IS_FP8_HEAD, HAS_FP8_CACHE = IS_FP8_CACHE;
-constexpr int EACH = HAS_FP8 ? 1 : 2;           // bytes of an activation between the products of a layer
-constexpr int QUERIES = HEADS / KV_HEADS;       // heads that share keys and values
+constexpr int EACH = HAS_FP8 ? 1 : 2;      // bytes of an activation between the products of a layer
+constexpr int QUERIES = HEADS / KV_HEADS;  // heads that share keys and values
 constexpr int QKV_ROWS = (HEADS + 2 * KV_HEADS) * HEAD_DIM;
-constexpr int HALF = HEAD_DIM / 2;              // the other element of a rotary pair is this far off
-constexpr int COLUMN_TILES = (ROWS + 7) / 8;    // of 8 rows of the step
+constexpr int HALF = HEAD_DIM / 2;            // the other element of a rotary pair is this far off
+constexpr int COLUMN_TILES = (ROWS + 7) / 8;  // of 8 rows of the step
 constexpr int CONSUMERS = 512;
 constexpr float LOG2_E = 1.4426950408889634f;
 
@@ -52,9 +52,10 @@ CONSTEXPR int least(int a, int b) { return a < b ? a : b; }
 CONSTEXPR int most(int a, int b) { return a > b ? a : b; }
 CONSTEXPR int up_to(int a, int b) { return (a + b - 1) / b * b; }
 
-// ------------------------------------------------------------------------------------------------------ shared memory
+// ------------------------------------------------------------------------------------------------------- shared memory
 
-constexpr int SLAB_BYTES = 16 * ROWS * 80;  // partial sums of 16 warps: [warp][row][16 of the matrix's rows, padded to 20]
+constexpr int SLAB_BYTES =
+    16 * ROWS * 80;  // partial sums of 16 warps: [warp][row][16 of the matrix's rows, padded to 20]
 constexpr int RESIDUAL_BLOCKS = (ALL.of[O].groups + BLOCKS - 1) / BLOCKS * (ALL.of[O].group / 16);
 
 struct Shared {
@@ -100,7 +101,7 @@ struct Self {
   METHOD int t() const { return tid & 3; }
 };
 
-struct Turn {  // one step of a launch
+struct Turn {             // one step of a launch
   int step, rows, count;  // rows of each sequence, and of all
 };
 
@@ -156,12 +157,33 @@ DEVICE T* scratch(const Params& p, int at) {
   return (T*)(p.scratch + at);
 }
 
-// The phase clock, off unless there is a place for it: 16 cycle counts for each layer and the head, of the last step, per
-// block, as its first consumer thread saw them.
+// The phase clock, off unless there is a place for it: 16 cycle counts for each layer and the head, of the last step,
+// per block, as its first consumer thread saw them.
 enum Stamp {
-  QKV_WAITS, QKV_NORM, QKV_STARTS, QKV_ENDS, O_WAITS, O_ATTENDS, O_MERGES, O_STARTS, O_ENDS,
-  GATE_UP_WAITS, GATE_UP_NORM, GATE_UP_STARTS, GATE_UP_ENDS, DOWN_STARTS, DOWN_ENDS, STAMPS = 16,
-  HEAD_WAITS = 0, HEAD_NORM, HEAD_STARTS, HEAD_ENDS, BEGIN_CYCLES = 12, BEGIN_NS, END_CYCLES, END_NS  // behind the last layer's
+  QKV_WAITS,
+  QKV_NORM,
+  QKV_STARTS,
+  QKV_ENDS,
+  O_WAITS,
+  O_ATTENDS,
+  O_MERGES,
+  O_STARTS,
+  O_ENDS,
+  GATE_UP_WAITS,
+  GATE_UP_NORM,
+  GATE_UP_STARTS,
+  GATE_UP_ENDS,
+  DOWN_STARTS,
+  DOWN_ENDS,
+  STAMPS = 16,
+  HEAD_WAITS = 0,
+  HEAD_NORM,
+  HEAD_STARTS,
+  HEAD_ENDS,
+  BEGIN_CYCLES = 12,
+  BEGIN_NS,
+  END_CYCLES,
+  END_NS  // behind the last layer's
 };
 DEVICE void stamp(const Self& me, int which) {
   if (me.p.clock && me.tid == 0) shared().stamps[which] = cycles();
@@ -173,7 +195,7 @@ DEVICE void keep_stamps(const Self& me, int layer) {
   for (int i = 0; i < STAMPS; i++) at[i] = shared().stamps[i];
 }
 
-// ------------------------------------------------------------------------------------------------- what was chosen
+// ----------------------------------------------------------------------------------------------------- what was chosen
 
 // One word that is larger for a larger logit, and among equal ones for the smaller row of the head. No number counts as
 // infinite, which is found out at the end.
@@ -198,8 +220,8 @@ DEVICE int token_of(const Params& p, const Turn& turn, int row) {
   return token_of_choice(p, far_u64(choices_at(p, turn.step - 1) + row * rows + rows - 1));
 }
 
-// Attention's work: a page of one sequence and one head of keys is a unit, and unit u is for block u % BLOCKS. The first
-// few of a block are looked up once for all layers: what is read between barriers comes from far away.
+// Attention's work: a page of one sequence and one head of keys is a unit, and unit u is for block u % BLOCKS. The
+// first few of a block are looked up once for all layers: what is read between barriers comes from far away.
 struct Unit {
   int sequence, head, page, id;  // id: of the page in the cache; sequence -1: there is none
 };
@@ -247,7 +269,7 @@ DEVICE void begin_turn(Self& me, const Turn& turn) {
   find_units(me, 0);
 }
 
-// --------------------------------------------------------------------------------------- 1. the norm, by every block
+// ----------------------------------------------------------------------------------------- 1. the norm, by every block
 
 DEVICE const uint4* source_of(const Params& p, bool is_first, int row) {
   if (is_first) return (const uint4*)((const u16*)p.embedding + (long long)shared().token[row] * HIDDEN);
@@ -258,7 +280,8 @@ DEVICE const uint4* source_of(const Params& p, bool is_first, int row) {
 DEVICE void find_inverses(Self& me, const Turn& turn, bool is_first) {
   Shared& s = shared();
   constexpr int OWNERS = least(BLOCKS, ALL.of[O].groups);
-  const bool is_few = turn.count <= 2;  // then every warp finds them for itself, which is sooner than to wait for another
+  const bool is_few =
+      turn.count <= 2;  // then every warp finds them for itself, which is sooner than to wait for another
 #pragma unroll 1
   for (int row = is_few ? 0 : me.warp; row < turn.count; row += is_few ? 1 : 16) {
     float sum = 0;
@@ -315,21 +338,23 @@ DEVICE uint4 packed(const float* v, float factor) {
     return {two_bf16(v[0], v[1]), two_bf16(v[2], v[3]), two_bf16(v[4], v[5]), two_bf16(v[6], v[7])};
 }
 
-// The input of a product, in units of 16 bytes (16 FP8 or 8 bf16 values) of a row: into shared memory, or, where that has
-// no room for it, each block a part into global memory, from where the loader brings it along with the tiles; then one
-// more barrier lies behind. An FP8 head takes a scale of each row's largest value: first pass.
+// The input of a product, in units of 16 bytes (16 FP8 or 8 bf16 values) of a row: into shared memory, or, where that
+// has no room for it, each block a part into global memory, from where the loader brings it along with the tiles; then
+// one more barrier lies behind. An FP8 head takes a scale of each row's largest value: first pass.
 template <bool TO_FP8>
 DEVICE void normalize(Self& me, const Turn& turn, int layer, int matrix, const Shape& m, bool is_first) {
-  constexpr int WORDS = TO_FP8 ? 2 : 1;     // uint4 of 8 bf16 values that make a unit
-  constexpr int BATCH = ROWS > 4 ? 3 : 1;   // rows whose loads are under way at once
-  constexpr bool IS_AHEAD = ROWS <= 4;      // the first of them before the rows' means are known
+  constexpr int WORDS = TO_FP8 ? 2 : 1;    // uint4 of 8 bf16 values that make a unit
+  constexpr int BATCH = ROWS > 4 ? 3 : 1;  // rows whose loads are under way at once
+  constexpr bool IS_AHEAD = ROWS <= 4;     // the first of them before the rows' means are known
   constexpr bool FINDS_SCALE = TO_FP8 && HAS_FP8_HEAD;
   Shared& s = shared();
   const bool is_head = matrix == HEAD;
-  const u16* weight = (const u16*)me.p.norms + (long long)(2 * layer + (matrix == GATE_UP)) * HIDDEN;  // the last: the head's
+  const u16* weight =
+      (const u16*)me.p.norms + (long long)(2 * layer + (matrix == GATE_UP)) * HIDDEN;  // the last: the head's
   const float factor = HAS_FP8 && !is_head ? inverse(((const float*)me.p.input_scales)[layer * 4 + matrix]) : 1.0f;
   const int units = m.tiles * m.pieces() * m.width / 16, real = m.k_bytes / 16;  // beyond are zeros, as in the weights
-  const int threads = m.streamed ? BLOCKS * CONSUMERS : CONSUMERS, own = m.streamed ? me.block() + BLOCKS * me.tid : me.tid;
+  const int threads = m.streamed ? BLOCKS * CONSUMERS : CONSUMERS,
+            own = m.streamed ? me.block() + BLOCKS * me.tid : me.tid;
   const int abreast = most(1, threads / units);  // rows that the threads take at once
   const int first = own / units, start_unit = abreast > 1 ? own % units : own;
   u8* const to = m.streamed ? scratch<u8>(me.p, AT_NORMED) : shared_base() + AREA;
@@ -414,9 +439,10 @@ DEVICE void prepare_input(Self& me, const Turn& turn, int layer, int matrix) {
   }
 }
 
-// ------------------------------------------------------------------------------------- 2. products, as the tiles come
+// -------------------------------------------------------------------------------------- 2. products, as the tiles come
 
-// A tile that another warpgroup takes. Every warp sees every tile, so none can mistake an old turn of the ring for a new.
+// A tile that another warpgroup takes. Every warp sees every tile, so none can mistake an old turn of the ring for a
+// new.
 DEVICE void pass_tile(Self& me) {
   const u32 bar = shared_address(&shared().full[me.slot]), parity = me.parity;
   wait(me, FOR_A_TILE, me.tile, [=] { return barrier_passed(bar, parity); });
@@ -425,9 +451,9 @@ DEVICE void pass_tile(Self& me) {
   next_slot(me);
 }
 
-// This block's rows of one matrix, group by group: 64 rows of it, or 16 whose K lies in the tile in four pieces one below
-// the other ("diagonal": every piece meets all four pieces of the activations, and only its own counts). A tensor core
-// adds up 4 instructions' worth of K at most, the rest is added in float32.
+// This block's rows of one matrix, group by group: 64 rows of it, or 16 whose K lies in the tile in four pieces one
+// below the other ("diagonal": every piece meets all four pieces of the activations, and only its own counts). A tensor
+// core adds up 4 instructions' worth of K at most, the rest is added in float32.
 template <int GROUP, int WIDTH, bool IS_FP8_PRODUCT>
 DEVICE void multiply(Self& me, const Shape& m) {
   constexpr int PIECES = 64 / GROUP, N = GROUP == 64 ? COLUMN_TILES * 8 : PIECES * COLUMNS;
@@ -495,7 +521,8 @@ DEVICE void multiply(Self& me, const Shape& m) {
       float* out = (float*)(shared_base() + SLAB + slab * SLAB_BYTES) + (quarter * 4 + own) * (ROWS * 20);
 #pragma unroll
       for (int j = 0; j < KEPT; j++) {
-        const int row = GROUP == 64 ? j * 8 + 2 * me.t() : (quarter * COLUMNS / 8 + j) * 8 + 2 * me.t() - quarter * COLUMNS;
+        const int row =
+            GROUP == 64 ? j * 8 + 2 * me.t() : (quarter * COLUMNS / 8 + j) * 8 + 2 * me.t() - quarter * COLUMNS;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
           if (row + i < 0 || row + i >= ROWS) continue;
@@ -522,8 +549,9 @@ CONSTEXPR int first_alike(int matrix) {
 template <int M>
 DEVICE void multiply_alike(Self& me, int matrix) {
   if constexpr (first_alike(M) == M) {
-    constexpr int USERS = (first_alike(QKV) == M) << QKV | (first_alike(O) == M) << O | (first_alike(GATE_UP) == M) << GATE_UP |
-                          (first_alike(DOWN) == M) << DOWN | (first_alike(HEAD) == M) << HEAD;
+    constexpr int USERS = (first_alike(QKV) == M) << QKV | (first_alike(O) == M) << O |
+                          (first_alike(GATE_UP) == M) << GATE_UP | (first_alike(DOWN) == M) << DOWN |
+                          (first_alike(HEAD) == M) << HEAD;
     if (USERS >> matrix & 1) multiply<ALL.of[M].group, ALL.of[M].width, is_fp8(M)>(me, all_shapes.of[matrix]);
   }
 }
@@ -536,7 +564,7 @@ DEVICE void multiply_any(Self& me, int matrix) {
   me.barrier++;  // which the epilogue warps arrive at
 }
 
-// ------------------------------------------------------------------------------------------- 3. attention, page by page
+// ------------------------------------------------------------------------------------------ 3. attention, page by page
 
 constexpr int QUERY_ROWS = up_to(ROWS * QUERIES, 16);  // rows of the step times heads, of one head of keys
 constexpr int LINE = HEAD_DIM * 2 + 16;                // bytes from one row to the next in shared memory: no conflicts
@@ -557,7 +585,7 @@ DEVICE void put_into_cache(u8* cache, u8* copy, const float* v, float scale) {
   }
 }
 
-struct Page {  // of one sequence and one head of keys
+struct Page {                                  // of one sequence and one head of keys
   int sequence, head, page, start, positions;  // start: of the step's first row; positions: that hold anything
   u8* cache;                                   // its keys; its values are KV_HEADS pages further
 };
@@ -591,15 +619,16 @@ DEVICE void keep_page(Self& me, const Page& page, const uint4* held, u8* to) {
   }
 }
 
-// What the product left of the step's own rows: the queries of all rows and heads that share this head of keys, into shared
-// memory; and the keys and values that belong into this page, into the cache too. An item is 8 values: 4 rotary pairs,
-// normed (Qwen3) and rotated, or 8 values as they are. The lanes of one head lie side by side.
+// What the product left of the step's own rows: the queries of all rows and heads that share this head of keys, into
+// shared memory; and the keys and values that belong into this page, into the cache too. An item is 8 values: 4 rotary
+// pairs, normed (Qwen3) and rotated, or 8 values as they are. The lanes of one head lie side by side.
 struct Item {
   bool is_active, is_query, is_value;
   int line, position, row, low, high;  // low, high: where in the head its two fours stand
   float a[4], b[4], c[4], s[4];
 };
-DEVICE void read_item(Self& me, const Turn& turn, const Page& page, int padded, int first, int fresh, int number, Item& it) {
+DEVICE void read_item(Self& me, const Turn& turn, const Page& page, int padded, int first, int fresh, int number,
+                      Item& it) {
   constexpr int EIGHTHS = HEAD_DIM / 8;
   const int lines = turn.rows * QUERIES;
   it.is_active = number < (padded + 2 * fresh) * EIGHTHS;
@@ -610,7 +639,8 @@ DEVICE void read_item(Self& me, const Turn& turn, const Page& page, int padded, 
   it.position = first + (it.line - padded) - (it.is_value ? fresh : 0);
   const int inside = it.is_query ? least(it.line, lines - 1) / QUERIES : it.position - page.start;
   it.row = page.sequence * turn.rows + inside;
-  const int head = it.is_query ? page.head * QUERIES + it.line % QUERIES : HEADS + page.head + (it.is_value ? KV_HEADS : 0);
+  const int head =
+      it.is_query ? page.head * QUERIES + it.line % QUERIES : HEADS + page.head + (it.is_value ? KV_HEADS : 0);
   it.low = it.is_value ? 8 * i : 4 * i, it.high = it.is_value ? it.low + 4 : HALF + it.low;
   const float* raw = scratch<const float>(me.p, AT_QKV) + it.row * QKV_ROWS + head * HEAD_DIM;
   const float4 a = far_float4(raw + it.low), b = far_float4(raw + it.high);
@@ -621,7 +651,8 @@ DEVICE void read_item(Self& me, const Turn& turn, const Page& page, int padded, 
   it.c[0] = c.x, it.c[1] = c.y, it.c[2] = c.z, it.c[3] = c.w;
   it.s[0] = s.x, it.s[1] = s.y, it.s[2] = s.z, it.s[3] = s.w;
 }
-DEVICE void keep_item(Self& me, const Turn& turn, int layer, const Page& page, u8* queries, u8* keys, u8* values, Item& it) {
+DEVICE void keep_item(Self& me, const Turn& turn, int layer, const Page& page, u8* queries, u8* keys, u8* values,
+                      Item& it) {
   if constexpr (HAS_QK_NORM) {
     float sum = 0;
 #pragma unroll
@@ -664,7 +695,8 @@ DEVICE void keep_item(Self& me, const Turn& turn, int layer, const Page& page, u
 DEVICE void gather(Self& me, const Turn& turn, int layer, const Page& page, u8* queries, u8* keys, u8* values) {
   constexpr int BATCH = ROWS > 4 && !HAS_QK_NORM ? 2 : 1;  // items whose loads are under way at once
   const int padded = up_to(turn.rows * QUERIES, 16), first = most(page.start, page.page * PAGE);
-  const int fresh = most(0, least(page.positions, (page.page + 1) * PAGE) - first), all = (padded + 2 * fresh) * (HEAD_DIM / 8);
+  const int fresh = most(0, least(page.positions, (page.page + 1) * PAGE) - first),
+            all = (padded + 2 * fresh) * (HEAD_DIM / 8);
   uint4 k[PIECES_EACH], v[PIECES_EACH];
   Item items[BATCH];
   read_page(me, page, page.cache, k);
@@ -686,8 +718,8 @@ DEVICE void gather(Self& me, const Turn& turn, int layer, const Page& page, u8* 
 // A warp's task: 16 lines of queries against all keys of the page, then a part of the head's width of the values.
 constexpr int WIDE = HEAD_DIM % 32 == 0 ? 32 : 16, PARTS = HEAD_DIM / WIDE, KEY_TILES = PAGE / 8;
 
-DEVICE void scores_of(Self& me, const Turn& turn, int layer, const Page& page, const u8* queries, const u8* keys, int tile,
-                      u32 weights[KEY_TILES][2], float peak[2], float total[2]) {
+DEVICE void scores_of(Self& me, const Turn& turn, int layer, const Page& page, const u8* queries, const u8* keys,
+                      int tile, u32 weights[KEY_TILES][2], float peak[2], float total[2]) {
   float c[KEY_TILES][4] = {};
   const u32 q = shared_address(queries) + (tile * 16 + me.lane() % 16) * LINE + me.lane() / 16 * 16;
   const u32 k = shared_address(keys) + (me.lane() / 16 * 8 + me.lane() % 8) * LINE + me.lane() / 8 % 2 * 16;
@@ -821,8 +853,8 @@ DEVICE void attend(Self& me, const Turn& turn, int layer) {
   if (is_beyond) find_units(me, 0);  // for the next layer
 }
 
-// The pages of a head, merged: 8 lanes take every eighth page each and then add up in a fixed tree. A page that a row does
-// not see at all adds exact zeros. Each block merges a part of one head (or of several), which is o's input.
+// The pages of a head, merged: 8 lanes take every eighth page each and then add up in a fixed tree. A page that a row
+// does not see at all adds exact zeros. Each block merges a part of one head (or of several), which is o's input.
 DEVICE void merge(Self& me, const Turn& turn, int layer) {
   constexpr Shape m = ALL.of[O];
   const int pairs = me.p.sequences * KV_HEADS, each = most(1, BLOCKS / pairs), abreast = BLOCKS / each;
@@ -839,7 +871,8 @@ DEVICE void merge(Self& me, const Turn& turn, int layer) {
     sync_consumers();
 #pragma unroll 1
     for (int begin = me.block() % each * (CONSUMERS / 8); begin < items; begin += each * (CONSUMERS / 8)) {
-      const int item = least(begin + me.tid / 8, items - 1), line = item / (HEAD_DIM / 4), dim = item % (HEAD_DIM / 4) * 4;
+      const int item = least(begin + me.tid / 8, items - 1), line = item / (HEAD_DIM / 4),
+                dim = item % (HEAD_DIM / 4) * 4;
       float peak = NEVER, total = 0, out[4] = {};
 #pragma unroll 1
       for (int page = me.tid % 8; page < pages; page += 16) {
@@ -895,7 +928,7 @@ DEVICE void merge(Self& me, const Turn& turn, int layer) {
   me.barrier++;
 }
 
-// --------------------------------------------------------------------------------------------------- the consumer warps
+// -------------------------------------------------------------------------------------------------- the consumer warps
 
 DEVICE void consume(Self& me) {
 #pragma unroll 1
@@ -915,7 +948,11 @@ DEVICE void consume(Self& me) {
       } else if (matrix != DOWN) {
         prepare_input(me, turn, layer, matrix);
       }
-      const int starts = matrix == HEAD ? HEAD_STARTS : matrix == QKV ? QKV_STARTS : matrix == O ? O_STARTS : matrix == DOWN ? DOWN_STARTS : GATE_UP_STARTS;
+      const int starts = matrix == HEAD   ? HEAD_STARTS
+                         : matrix == QKV  ? QKV_STARTS
+                         : matrix == O    ? O_STARTS
+                         : matrix == DOWN ? DOWN_STARTS
+                                          : GATE_UP_STARTS;
       stamp(me, starts);
       begin_phase(me, i);
       multiply_any(me, matrix);
@@ -925,7 +962,7 @@ DEVICE void consume(Self& me) {
   }
 }
 
-// ---------------------------------------------------------------------------------------- producer warp: all weights
+// ------------------------------------------------------------------------------------------ producer warp: all weights
 
 DEVICE void produce(Self& me) {
   const u64 policy = read_once_policy();
@@ -996,10 +1033,10 @@ DEVICE void load(Self& me) {
   }
 }
 
-// ----------------------------------------------------------------------------- epilogue warps: what sums are good for
+// ------------------------------------------------------------------------------ epilogue warps: what sums are good for
 
-// Partial sums of 16 rows of the matrix (block `of16` of a group) for rows 8 `column` ... of the step, in their one order:
-// c[0], c[1] row g, c[2], c[3] row g + 8, for two rows of the step each.
+// Partial sums of 16 rows of the matrix (block `of16` of a group) for rows 8 `column` ... of the step, in their one
+// order: c[0], c[1] row g, c[2], c[3] row g + 8, for two rows of the step each.
 DEVICE void sums_of(Self& me, const float* slab, const Shape& m, int of16, int column, float* c) {
   c[0] = c[1] = c[2] = c[3] = 0;
   const int row = column * 8 + 2 * me.t(), turns = least(m.tiles, 4);
@@ -1019,9 +1056,9 @@ DEVICE void sums_of(Self& me, const float* slab, const Shape& m, int of16, int c
   }
 }
 
-// For this block's groups of a matrix, as their sums come: each of the two warps takes 32 rows of a group of 64, or every
-// other group of 16. scales: of the matrix's rows, or none; they are read while the sums are not there yet. make(block of
-// 16 rows in the stream, the same among this block's own, column, sums, scales of rows g and g + 8).
+// For this block's groups of a matrix, as their sums come: each of the two warps takes 32 rows of a group of 64, or
+// every other group of 16. scales: of the matrix's rows, or none; they are read while the sums are not there yet.
+// make(block of 16 rows in the stream, the same among this block's own, column, sums, scales of rows g and g + 8).
 template <class Make>
 DEVICE void drain(Self& me, const Shape& m, const float* scales, float input_scale, Make make) {
   const int warp = me.warp & 1, groups = share_of(m, me.block()), sixteenths = m.group / 16;
@@ -1055,8 +1092,9 @@ DEVICE void drain(Self& me, const Shape& m, const float* scales, float input_sca
   }
 }
 
-// All that this block makes of a matrix is written: tell the others. Who had nothing to do waits for the barrier before,
-// or the count would run ahead of it. blocks: of 16 rows of h that are this block's; their squares go out together.
+// All that this block makes of a matrix is written: tell the others. Who had nothing to do waits for the barrier
+// before, or the count would run ahead of it. blocks: of 16 rows of h that are this block's; their squares go out
+// together.
 DEVICE void made(Self& me, const Turn& turn, int groups, int matrix, int blocks) {
   if (matrix == GATE_UP) order_global();
   sync_some<2, 64>();
@@ -1080,8 +1118,8 @@ DEVICE void put_qkv(Self& me, const Turn& turn, int layer, int block, int column
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int in_stream = block * 16 + half * 8 + me.g(), head = in_stream / HEAD_DIM;
-    const int natural = head >= HEADS + KV_HEADS ? in_stream
-                                                 : head * HEAD_DIM + half * HALF + in_stream % HEAD_DIM / 16 * 8 + me.g();
+    const int natural =
+        head >= HEADS + KV_HEADS ? in_stream : head * HEAD_DIM + half * HALF + in_stream % HEAD_DIM / 16 * 8 + me.g();
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int row = column * 8 + 2 * me.t() + i;
@@ -1093,7 +1131,8 @@ DEVICE void put_qkv(Self& me, const Turn& turn, int layer, int block, int column
 }
 
 // h += sum, in bf16 as it is kept; its squares for the next norm.
-DEVICE void put_residual(Self& me, const Turn& turn, int block, int own, int column, const float* c, const float* scale) {
+DEVICE void put_residual(Self& me, const Turn& turn, int block, int own, int column, const float* c,
+                         const float* scale) {
   float* kept = shared().residual[(own * COLUMN_TILES + column) * 32 + me.lane()];
   float squares[2] = {};
 #pragma unroll
@@ -1117,13 +1156,15 @@ DEVICE void put_residual(Self& me, const Turn& turn, int block, int own, int col
   }
 }
 // SiLU(gate) * up, the input of down. factor: 1 / its scale.
-DEVICE void put_gated(Self& me, const Turn& turn, float factor, int block, int column, const float* c, const float* scale) {
+DEVICE void put_gated(Self& me, const Turn& turn, float factor, int block, int column, const float* c,
+                      const float* scale) {
   constexpr Shape m = ALL.of[DOWN];
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     const int row = column * 8 + 2 * me.t() + i;
     if (row >= turn.count) continue;
-    const float gate = c[i] * scale[0], up = c[2 + i] * scale[1], v = gate * inverse(1.0f + power_of_two(gate * -LOG2_E)) * up;
+    const float gate = c[i] * scale[0], up = c[2 + i] * scale[1],
+                v = gate * inverse(1.0f + power_of_two(gate * -LOG2_E)) * up;
     u8* to = scratch<u8>(me.p, AT_GATED) + activation_at(m, (block * 8 + me.g()) * EACH, row);
     if constexpr (HAS_FP8)
       *to = (u8)two_fp8(v * factor, 0);
@@ -1132,7 +1173,8 @@ DEVICE void put_gated(Self& me, const Turn& turn, float factor, int block, int c
   }
 }
 
-DEVICE void put_logits(Self& me, const Turn& turn, int block, int column, const float* c, const float* scale, u64 best[2][2]) {
+DEVICE void put_logits(Self& me, const Turn& turn, int block, int column, const float* c, const float* scale,
+                       u64 best[2][2]) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int token = block * 16 + half * 8 + me.g();
@@ -1185,7 +1227,8 @@ DEVICE void finish(Self& me) {
         if (matrix == O || (matrix != DOWN && m.streamed)) me.barrier++;  // that the consumers arrive at
         const float* scales = HAS_FP8 ? (const float*)((const u64*)me.p.scales)[layer * 4 + matrix] : nullptr;
         const float input = HAS_FP8 ? ((const float*)me.p.input_scales)[layer * 4 + matrix] : 1.0f;
-        const float factor = HAS_FP8 && matrix == GATE_UP ? inverse(((const float*)me.p.input_scales)[layer * 4 + DOWN]) : 1.0f;
+        const float factor =
+            HAS_FP8 && matrix == GATE_UP ? inverse(((const float*)me.p.input_scales)[layer * 4 + DOWN]) : 1.0f;
         drain(me, m, scales, input, [&](int block, int own, int column, const float* c, const float* scale) {
           if (matrix == QKV) put_qkv(me, turn, layer, block, column, c, scale);
           if (matrix == O || matrix == DOWN) put_residual(me, turn, block, own, column, c, scale);
@@ -1234,7 +1277,7 @@ DEVICE void finish(Self& me) {
   }
 }
 
-// ------------------------------------------------------------------------------------------------------------ the kernel
+// ---------------------------------------------------------------------------------------------------------- the kernel
 
 KERNEL step(PARAMETERS p) {
   Shared& s = shared();
