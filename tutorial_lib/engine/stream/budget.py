@@ -21,7 +21,7 @@ from .plan import TILE_ROWS, Matrix, Plan, Unfit
 ROW_BUCKETS = (2, 4, 8, 12, STREAM_ROWS)  # rows of a kernel, and columns of its tensor-core instructions, or a quarter
 THREADS = 640
 SHARED_BYTES = 227 << 10  # of a block on Hopper
-FEWEST_STAGES, MOST_STAGES = 3, 16
+FEWEST_STAGES, MOST_STAGES = 2, 16
 MOST_STEPS = 64  # of a draft in one launch
 MOST_SCRATCH_BYTES = 1 << 30
 MOST_POLLS = 1 << 22  # of a wait, each some hundred nanoseconds: seconds
