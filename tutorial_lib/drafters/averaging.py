@@ -18,6 +18,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -189,6 +190,7 @@ def main(
         bundled=bundled_texts(checkpoint) if prompts else (),
         note=note,
         command=["python", "-m", "tutorial_lib.drafters.averaging", *words],
+        say=partial(print, flush=True),
     )
 
 
