@@ -78,7 +78,7 @@ def test_every_macro_that_the_source_reads_is_defined():
     source = re.sub(r"//.*", "", kernel_source())
     read = set(
         re.findall(
-            r"\b(?:AT_[A-Z]+|PAIRS_AT|CHOICES_AT|IS_FP8|IS_FP8_HEAD|IS_FP8_CACHE|HAS_QK_NORM|MOST_POLLS|KNOWN_UNITS)\b",
+            r"\b(?:AT_[A-Z]+|PAIRS_AT|CHOICES_AT|IS_FP8|IS_FP8_HEAD|IS_FP8_CACHE|HAS_QK_NORM|LONGEST_WAIT_MS|KNOWN_UNITS)\b",
             source,
         )
     )

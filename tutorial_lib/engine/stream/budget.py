@@ -24,7 +24,7 @@ SHARED_BYTES = 227 << 10  # of a block on Hopper
 FEWEST_STAGES, MOST_STAGES = 2, 16
 MOST_STEPS = 64  # of a draft in one launch
 MOST_SCRATCH_BYTES = 1 << 30
-MOST_POLLS = 1 << 22  # of a wait, each some hundred nanoseconds: seconds
+LONGEST_WAIT_MS = 2000
 KNOWN_UNITS = 16  # of attention, that a block looks up once a step
 GRID_WORDS, PAIR_WORDS = 32, 8  # of a counter: on a cache line of its own
 
@@ -173,7 +173,7 @@ def defines(plan: Plan, config: ModelConfig, formats: Formats, bucket: Bucket, m
         "IS_FP8_HEAD": int(formats.head),
         "IS_FP8_CACHE": int(formats.cache),
         "HAS_QK_NORM": int(formats.qk_norm),
-        "MOST_POLLS": MOST_POLLS,
+        "LONGEST_WAIT_MS": LONGEST_WAIT_MS,
         "PAIRS_AT": memory.pairs_at,
         "CHOICES_AT": memory.choices_at,
         **{f"AT_{name}": at for name, at in memory.at.items()},

@@ -46,10 +46,13 @@ DEVICE int read_volatile(const int* p) {
 // Poll until `test()`; false if it took too long, which `trouble` then says, or if another thread gave up.
 template <class Test>
 DEVICE bool await(Test test, int* trouble, int what, const int* phase, int block, int which) {
+  u32 since = 0;
   for (u32 polls = 1; !test(); polls++) {
     if (polls & 1023) continue;
     if (read_volatile(trouble)) return false;
-    if (polls < MOST_POLLS) continue;
+    const u32 now = (u32)(nanoseconds() >> 20) | 1;  // milliseconds, nearly
+    if (!since) since = now;
+    if (now - since < LONGEST_WAIT_MS) continue;
     if (atomicCAS(trouble, 0, what) == 0) {
       trouble[1] = *phase;
       trouble[2] = block;
