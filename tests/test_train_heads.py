@@ -25,6 +25,7 @@ from tutorial_lib.drafters.acceptance import (
     walk,
 )
 from tutorial_lib.drafters.base import SlotState
+from tutorial_lib.drafters.card import card_text
 from tutorial_lib.drafters.corpus import Corpus, CorpusSettings, greedy_texts
 from tutorial_lib.drafters.distill import TrainingSettings
 from tutorial_lib.drafters.eagle import open_eagle
@@ -39,7 +40,9 @@ from tutorial_lib.drafters.train_heads import (
     train_heads,
 )
 from tutorial_lib.errors import ModelError, OptionError
-from tutorial_lib.models import resolve
+from tutorial_lib.models import EMBEDDED_HEADS, resolve
+
+DATA = EMBEDDED_HEADS["embedded:eagle3"].parent
 
 
 @pytest.fixture(scope="module")
@@ -394,3 +397,24 @@ def test_unknown_kinds_are_refused(target, corpus):
     with pytest.raises(OptionError, match="hydra.*'medusa', 'eagle3'"):
         train_heads(["hydra"], target, corpus, TrainingSettings(steps=1))
     assert isinstance(corpus, Corpus)
+
+
+def test_shipped_heads_are_what_their_cards_say():
+    """Weights, map and page of each; on the bundled prompts Medusa's widest tree gives 2 tokens per round, EAGLE-3's
+    chain 3 and its tree more."""
+    found = {}
+    for kind, folder in (("medusa", EMBEDDED_HEADS["embedded:medusa"]), ("eagle3", EMBEDDED_HEADS["embedded:eagle3"])):
+        card, config = (json.loads((folder / name).read_text()) for name in ("card.json", "config.json"))
+        tensors = load_file(str(folder / "model.safetensors"))
+        assert card["kind"] == kind and card["weights_bytes"] == (folder / "model.safetensors").stat().st_size
+        assert (folder / "CARD.md").read_text() == card_text(card)
+        ids = tensors["draft_vocab"] if kind == "medusa" else tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+        assert (ids.diff() > 0).all() and len(ids) == config["draft_vocab_size"] == card["shortlist"]["size"]
+        if kind == "eagle3":
+            assert torch.equal(tensors["t2d"].nonzero()[:, 0], ids)
+        found[kind] = card["evaluation"]["bundled prompts"]
+    eagle = found["eagle3"]
+    assert found["medusa"]["acceptance_length_by_tree_nodes"]["63"] >= 2 and eagle["max_draft_len"] == 5
+    assert 3 <= eagle["acceptance_length"] < eagle["acceptance_length_by_tree_nodes"]["16"]
+    size = sum(path.stat().st_size for folder in DATA.glob("embedded_*") for path in folder.iterdir())
+    assert size <= 30_000_000

@@ -38,7 +38,8 @@ from .summary import PLAIN
 
 Record = Mapping[str, Any]
 DATA = Path(__file__).parents[1] / "data"
-SHORTLIST = 8192  # tokens that the embedded drafters score
+SHORTLIST = 8192  # tokens that the embedded draft model scores
+EAGLE3_SHORTLIST = 16384  # and the EAGLE-3 head of these records; the one shipped since scores more
 SMOLLM2_135M = {  # the embedded target's shape, so that its records can be read without its weights
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 49152,
@@ -161,7 +162,8 @@ class Shapes:
         if method == "draft_target":
             return self.draft_model, chain(k)
         if method.startswith("eagle3"):
-            heads = eagle3_cost(_data_config("embedded_eagle3"), run["dtype"])
+            recorded = {**_data_config("embedded_eagle3"), "draft_vocab_size": EAGLE3_SHORTLIST}
+            heads = eagle3_cost(recorded, run["dtype"])
             return heads, chain(k) if method == "eagle3" else (TREE_WIDTH,) * k
         if method == "medusa":
             return medusa_cost(_data_config("embedded_medusa"), run["dtype"]), chain(1)

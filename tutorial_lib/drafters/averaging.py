@@ -1,8 +1,8 @@
-"""The mean of finished drafters: no training, often a better drafter than each.
+"""The mean of finished drafters: no training, sometimes a better drafter than each; the card tells whether.
 
 Runs that go on from one another end near each other, each a little off in its own direction, because each saw its own
-text. In between lies a point that errs less than its neighbours ("model soup": Wortsman et al. 2022, arXiv 2203.05482).
-It works only where the runs are of one family: same kind, same shapes, same target.
+text. In between there may be a point that errs less than both ("model soup": Wortsman et al. 2022, arXiv 2203.05482).
+It can work only where the runs are of one family: same kind, same shapes, same target.
 
 The shortlist may be wider than that of any of the runs: the rows of a drafter's head belong to the target, so a longer
 list needs no training. It costs reading its rows at every draft step.
