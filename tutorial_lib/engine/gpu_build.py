@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -153,6 +153,13 @@ def random_packed(
 ) -> dict[str, torch.Tensor]:
     """Random FP8 weights in the true shapes, made on the device, scaled so that activations stay of order one. For
     timing only; no NaN code occurs. is_dynamic: as in `quantized`."""
+    return dict(random_tensors(config, device, seed=seed, is_head_fp8=is_head_fp8, is_dynamic=is_dynamic))
+
+
+def random_tensors(
+    config: ModelConfig, device, *, seed: int = 0, is_head_fp8: bool = False, is_dynamic: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """`random_packed` tensor by tensor: who keeps a share of each never holds more than that and one whole tensor."""
     generator = torch.Generator(device=device).manual_seed(seed)
     hidden, inner = config.hidden_size, config.intermediate_size
     attended = config.num_heads * config.head_dim
@@ -163,28 +170,25 @@ def random_packed(
         out = torch.empty(rows, hidden, dtype=torch.bfloat16, device=device)
         return out.normal_(0, hidden**-0.5, generator=generator)
 
-    def fp8(name: str, rows: int, columns: int) -> dict[str, torch.Tensor]:
-        codes = random_fp8(rows, columns, device, generator)
+    def fp8(name: str, rows: int, columns: int) -> Iterator[tuple[str, torch.Tensor]]:
+        yield name, random_fp8(rows, columns, device, generator)
         spread = 0.6 * columns**0.5  # these codes have a standard deviation of 0.6
-        return {name: codes, f"{name}.scale": torch.full((rows,), 1.0 / spread, device=device)}
+        yield f"{name}.scale", torch.full((rows,), 1.0 / spread, device=device)
 
-    packed = {
-        "embed": dense(config.vocab_size) * hidden**0.5,
-        "norm": torch.ones(hidden, dtype=torch.bfloat16, device=device),
-    }
+    yield "embed", dense(config.vocab_size) * hidden**0.5
+    yield "norm", torch.ones(hidden, dtype=torch.bfloat16, device=device)
     if is_head_fp8:
-        packed |= fp8("head", config.vocab_size, hidden)
+        yield from fp8("head", config.vocab_size, hidden)
     else:
-        packed["head"] = dense(config.vocab_size)
+        yield "head", dense(config.vocab_size)
     for i in range(config.num_layers):
         for kind, (rows, columns) in shapes.items():
-            packed |= fp8(f"{i}.{kind}", rows, columns)
+            yield from fp8(f"{i}.{kind}", rows, columns)
             if not is_dynamic:
-                packed[f"{i}.{kind}.in"] = torch.tensor(8.0 / 448.0, device=device)
-        packed[f"{i}.kv_scale"] = torch.tensor([8.0 / 448.0] * 2, device=device)
+                yield f"{i}.{kind}.in", torch.tensor(8.0 / 448.0, device=device)
+        yield f"{i}.kv_scale", torch.tensor([8.0 / 448.0] * 2, device=device)
         for name in ("input_norm", "post_norm"):
-            packed[f"{i}.{name}"] = torch.ones(hidden, dtype=torch.bfloat16, device=device)
-    return packed
+            yield f"{i}.{name}", torch.ones(hidden, dtype=torch.bfloat16, device=device)
 
 
 # ------------------------------------------------------------------------------------------------------------- tuning

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -123,8 +123,13 @@ def rank_vocabulary(vocab_size: int, rank: int, size: int) -> slice:
     return slice(min(rank * most, vocab_size), min((rank + 1) * most, vocab_size))
 
 
-def shard(tensors: Mapping[str, Any], config: ModelConfig, rank: int, size: int) -> dict[str, torch.Tensor]:
-    """`rank`'s share of packed tensors (`model.pack`), which may be safetensors' slices: only the share is read."""
+def shard(
+    tensors: Mapping[str, Any] | Iterable[tuple[str, Any]], config: ModelConfig, rank: int, size: int
+) -> dict[str, torch.Tensor]:
+    """`rank`'s share of packed tensors (`model.pack`), which may be safetensors' slices: only the share is read.
+
+    They may also come as pairs that are made on the way: of a tensor that is cut only the share stays in memory.
+    """
     blocks = {
         "qkv": [n * config.head_dim for n in (config.num_heads, config.num_kv_heads, config.num_kv_heads)],
         "gate_up": [config.intermediate_size] * 2,
@@ -132,16 +137,16 @@ def shard(tensors: Mapping[str, Any], config: ModelConfig, rank: int, size: int)
     columns = {"o": config.num_heads * config.head_dim, "down": config.intermediate_size}
     vocabulary = rank_vocabulary(config.vocab_size, rank, size)
     own: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
+    for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
         kind, part = _kind_and_part(name)
         if part == "in":  # the scale of all activations of a product, which no rank has a share of
             own[name] = tensor[...]
         elif kind in blocks:
             own[name] = torch.cat([tensor[rows] for rows in _rows(blocks[kind], rank, size)])
         elif kind == "head":
-            own[name] = tensor[vocabulary]
+            own[name] = _alone(tensor[vocabulary])
         elif kind in columns and part == "weight":
-            own[name] = tensor[:, _share(columns[kind], rank, size)]
+            own[name] = _alone(tensor[:, _share(columns[kind], rank, size)])
         elif kind in columns and part == "bias" and rank > 0:
             continue  # the bias of a sum is added once
         else:
@@ -149,6 +154,11 @@ def shard(tensors: Mapping[str, Any], config: ModelConfig, rank: int, size: int)
     if "head" not in own:
         own["head"] = own["embed"][vocabulary]
     return {name: tensor.contiguous() for name, tensor in own.items()}
+
+
+def _alone(part: torch.Tensor) -> torch.Tensor:
+    """`part` without the rest of the tensor that it is a view of."""
+    return part.clone(memory_format=torch.contiguous_format) if part._is_view() else part
 
 
 def _kind_and_part(name: str) -> tuple[str, str]:
