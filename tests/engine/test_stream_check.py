@@ -151,6 +151,7 @@ def test_a_part_that_raises_says_what_and_where(monkeypatch, capsys):
 def test_the_command_counts_what_is_wrong_and_writes_the_rows(monkeypatch, capsys, tmp_path):
     rows = [Row("card", "GPU", "some", None), Row("1B fp8", "a draft", "at once [1]", False)]
     monkeypatch.setattr(check, "run", lambda parts, show: [show(row) or row for row in rows])
+    monkeypatch.setattr(check, "_capability", lambda: (9, 0))
     file = tmp_path / "rows.json"
     monkeypatch.setattr(sys, "argv", ["check", "--parts", "card,1B fp8", "--json", str(file)])
     assert check.main() == 1
@@ -165,3 +166,13 @@ def test_the_command_counts_what_is_wrong_and_writes_the_rows(monkeypatch, capsy
     monkeypatch.setattr(sys, "argv", ["check", "--parts", "card,unknown"])
     with pytest.raises(SystemExit):
         check.main()
+
+
+@pytest.mark.parametrize(("capability", "words"), [((0, 0), "torch sees no GPU"), ((8, 0), "compute capability 8.0")])
+def test_a_machine_without_a_hopper_is_told_in_one_line(monkeypatch, capsys, capability, words):
+    monkeypatch.setattr(check, "_capability", lambda: capability)
+    monkeypatch.setattr(sys, "argv", ["check"])
+    with pytest.raises(SystemExit):
+        check.main()
+    said = capsys.readouterr().err
+    assert words in said and "needed: 9.0 (H100" in said

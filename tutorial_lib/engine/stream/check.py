@@ -26,6 +26,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, NamedTuple
 
+from .choice import obstacle
+
 MODULE = "tutorial_lib.engine.stream.check"
 LOST = 3  # exit code of a process whose CUDA context is no more, after a part that has been told of
 PART_LIMIT_S = 60.0  # without a sign of life
@@ -554,6 +556,13 @@ def line_of(row: Row) -> str:
     return f"{mark} {row.part:<14} {row.what:<28} {row.value}"
 
 
+def _capability() -> tuple[int, int]:
+    """(0, 0) where torch sees no GPU."""
+    import torch
+
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Check the whole-step kernel on this GPU, then time it.")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"default: all of {', '.join(PARTS)}")
@@ -566,6 +575,8 @@ def main() -> int:
     if asked.here:
         run_here(parts)
         return 0
+    if (against := obstacle(None, 1, capability=_capability())) is not None:
+        parser.error(f"{against.found}; needed: {against.needed}")
     start = time.perf_counter()
     found = run(parts, lambda row: print(line_of(row), flush=True))
     wrong = sum(row.is_fine is False for row in found)

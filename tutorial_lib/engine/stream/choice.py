@@ -44,8 +44,9 @@ def obstacle(
 ) -> WorkbookError | None:
     """What of a GPU, a drafting method, its rounds or other options the whole-step kernel has no part for."""
     if capability != (9, 0):
+        has = f"the GPU has compute capability {capability[0]}.{capability[1]}"
         return OptionError(
-            f"the GPU has compute capability {capability[0]}.{capability[1]}",
+            has if any(capability) else "torch sees no GPU",
             "9.0 (H100, H200, GH200)",
             GO_ON,
         )
