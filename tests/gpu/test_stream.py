@@ -7,8 +7,6 @@ the Triton path for the gap. Within this path everything is equal bit for bit.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from gpu_models import Pages, assert_rows_keep_each_others_bits, engine, random_ids, relative
@@ -35,9 +33,6 @@ pytestmark = [
     pytest.mark.skipif(
         not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
         reason="the whole-step kernel is for compute capability 9.0",
-    ),
-    pytest.mark.skipif(
-        not Path(steps.__file__).with_name("step.cu").is_file(), reason="this version has no whole-step kernel"
     ),
 ]
 

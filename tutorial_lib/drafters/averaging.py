@@ -25,7 +25,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from ..errors import OptionError, WorkbookError
+from ..errors import OptionError
 from ..models import Checkpoint, resolve
 from ..results import provenance
 from .acceptance import Text, bundled_texts, held_out_texts
@@ -33,7 +33,7 @@ from .card import card_text
 from .corpus import CorpusSettings, Say, coverage, first_choices, generate_corpus, widened
 from .distill import mean_weights, round_weights, write_json, write_student
 from .train_heads import load_heads
-from .training import load_draft, made, read_card, whole_head
+from .training import load_draft, made, read_card, run_command, whole_head
 
 # documents of distinct openers, short enough for two cores: complete requests are answered, half of them without turns
 WRITING = CorpusSettings(rows=64, length=384, greedy_share=1.0, complete_share=0.5, is_distinct=True)
@@ -195,8 +195,4 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except WorkbookError as problem:
-        print(f"error: {problem}", file=sys.stderr)
-        sys.exit(2)
+    run_command(main)

@@ -553,9 +553,14 @@ def _say(line: str) -> None:
     print(line, flush=True)
 
 
-if __name__ == "__main__":
+def run_command(command: Callable[..., None]) -> None:
+    """A module's command: a user's mistake is one line and exit code 2."""
     try:
-        typer.run(main)
+        typer.run(command)
     except WorkbookError as problem:
         print(f"error: {problem}", file=sys.stderr)
         sys.exit(2)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -43,8 +43,8 @@ class Formats:
 
 @dataclass(frozen=True)
 class Bucket:
-    """rows: at most. stages: tiles that the ring holds, each in slot_bytes with its activations. area_bytes: of the
-    input of a product, or of attention. slabs: of partial sums, of slab_bytes each. streamed: names of matrices."""
+    """rows: at most. stages: tiles that the ring holds, each in slot_bytes: a tile of tile_bytes, and its activations.
+    area_bytes: of the input of a product, or of attention. slabs: of partial sums. streamed: names of matrices."""
 
     rows: int
     stages: int
@@ -151,7 +151,6 @@ def defines(plan: Plan, config: ModelConfig, formats: Formats, bucket: Bucket, m
         shapes |= {f"SHAPE_{name.upper()}_{field}": value for field, value in fields.items()}
     return {
         "ROWS": bucket.rows,
-        "COLUMNS": bucket.rows,
         "BLOCKS": plan.blocks,
         "THREADS": THREADS,
         **shapes,

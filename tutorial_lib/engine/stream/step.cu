@@ -28,7 +28,7 @@ enum Matrix { QKV, O, GATE_UP, DOWN, HEAD };
 struct Shape {  // as `plan.Matrix`; streamed: its activations come with its tiles, not from shared memory
   int rows, k_bytes, group, groups, width, tiles, streamed;
   CONSTEXPR int pieces() const { return 64 / group; }
-  CONSTEXPR int activation_bytes() const { return pieces() * width * COLUMNS; }  // that one tile meets
+  CONSTEXPR int activation_bytes() const { return pieces() * width * ROWS; }  // that one tile meets
 };
 struct Shapes {
   Shape of[5];
@@ -58,6 +58,11 @@ constexpr int SLAB_BYTES =
     16 * ROWS * 80;  // partial sums of 16 warps: [warp][row][16 of the matrix's rows, padded to 20]
 constexpr int RESIDUAL_BLOCKS = (ALL.of[O].groups + BLOCKS - 1) / BLOCKS * (ALL.of[O].group / 16);
 
+// Attention's work: a page of one sequence and one head of keys is a unit, and unit u is for block u % BLOCKS. The
+// first few of a block are looked up once for all layers: what is read between barriers comes from far away.
+struct Unit {
+  int sequence, head, page, id;  // id: of the page in the cache; sequence -1: there is none
+};
 struct Shared {
   u64 full[STAGES], empty[STAGES], slab_full[2], slab_free[2];
   float inverse[16];  // of each row: 1 / root mean square
@@ -66,7 +71,7 @@ struct Shared {
   int token[16], depth[16];  // of each row: what it is, and how far behind the step's first position
   int start[16], pages[16];  // of each sequence: its first row's position, and pages that hold anything
   u32 merged[16];            // of each sequence: pages that steps before this one added to attention's counters
-  int unit[KNOWN_UNITS][4];  // of attention: this block's first ones, see `Unit`
+  Unit unit[KNOWN_UNITS];    // this block's first ones
   u32 seen[16];              // the rows of its own sequence that it sees, a bit each
   float squares[RESIDUAL_BLOCKS][16];
   float residual[RESIDUAL_BLOCKS * COLUMN_TILES * 32][4];
@@ -81,8 +86,8 @@ DEVICE Shared& shared() { return *(Shared*)(shared_base() + REST); }
 // Where an activation lies: beside the tile that needs it, as tensor cores read it: [tile][16-byte column][piece, row].
 CONSTEXPR int activation_at(const Shape& m, int k_byte, int row) {
   const int span = m.pieces() * m.width, tile = k_byte / span, inside = k_byte % span, byte = inside % m.width;
-  const int line = inside / m.width * COLUMNS + row;
-  return tile * m.activation_bytes() + (byte / 16 * m.pieces() * COLUMNS + line) * 16 + byte % 16;
+  const int line = inside / m.width * ROWS + row;
+  return tile * m.activation_bytes() + (byte / 16 * m.pieces() * ROWS + line) * 16 + byte % 16;
 }
 
 // --------------------------------------------------------------------------------------------------- one thread's view
@@ -220,11 +225,6 @@ DEVICE int token_of(const Params& p, const Turn& turn, int row) {
   return token_of_choice(p, far_u64(choices_at(p, turn.step - 1) + row * rows + rows - 1));
 }
 
-// Attention's work: a page of one sequence and one head of keys is a unit, and unit u is for block u % BLOCKS. The
-// first few of a block are looked up once for all layers: what is read between barriers comes from far away.
-struct Unit {
-  int sequence, head, page, id;  // id: of the page in the cache; sequence -1: there is none
-};
 DEVICE Unit unit_of(const Params& p, int block, int turn) {
   const Shared& s = shared();
   int unit = block + turn * BLOCKS;
@@ -239,7 +239,7 @@ DEVICE Unit unit_of(const Params& p, int block, int turn) {
   return {-1, 0, 0, 0};
 }
 DEVICE void find_units(Self& me, int first) {
-  if (me.tid < KNOWN_UNITS) *(Unit*)shared().unit[me.tid] = unit_of(me.p, me.block(), first + me.tid);
+  if (me.tid < KNOWN_UNITS) shared().unit[me.tid] = unit_of(me.p, me.block(), first + me.tid);
   sync_consumers();
 }
 
@@ -456,9 +456,9 @@ DEVICE void pass_tile(Self& me) {
 // core adds up 4 instructions' worth of K at most, the rest is added in float32.
 template <int GROUP, int WIDTH, bool IS_FP8_PRODUCT>
 DEVICE void multiply(Self& me, const Shape& m) {
-  constexpr int PIECES = 64 / GROUP, N = GROUP == 64 ? COLUMN_TILES * 8 : PIECES * COLUMNS;
-  constexpr int KEPT = GROUP == 64 ? COLUMN_TILES : COLUMNS > 8 ? 2 : 1;  // column tiles of N that are this warp's
-  constexpr u32 COLUMN_BYTES = PIECES * COLUMNS * 16;
+  constexpr int PIECES = 64 / GROUP, N = GROUP == 64 ? COLUMN_TILES * 8 : PIECES * ROWS;
+  constexpr int KEPT = GROUP == 64 ? COLUMN_TILES : ROWS > 8 ? 2 : 1;  // column tiles of N that are this warp's
+  constexpr u32 COLUMN_BYTES = PIECES * ROWS * 16;
   const int warpgroup = me.warp >> 2, quarter = me.warp & 3, groups = share_of(m, me.block());
   constexpr int STEPS = WIDTH / 32, CHAIN = 4;
   const u32 area = shared_address(shared_base() + AREA), in_slot = TILE_BYTES;
@@ -500,7 +500,7 @@ DEVICE void multiply(Self& me, const Shape& m) {
           for (int i = 0; i < KEPT * 4; i++) {
             float v = d[i];
 #pragma unroll
-            for (int q = 1; q < 4; q++) v = quarter == q ? d[q * COLUMNS / 8 * 4 + i] : v;
+            for (int q = 1; q < 4; q++) v = quarter == q ? d[q * ROWS / 8 * 4 + i] : v;
             sum[i] += v;
           }
         }
@@ -522,7 +522,7 @@ DEVICE void multiply(Self& me, const Shape& m) {
 #pragma unroll
       for (int j = 0; j < KEPT; j++) {
         const int row =
-            GROUP == 64 ? j * 8 + 2 * me.t() : (quarter * COLUMNS / 8 + j) * 8 + 2 * me.t() - quarter * COLUMNS;
+            GROUP == 64 ? j * 8 + 2 * me.t() : (quarter * ROWS / 8 + j) * 8 + 2 * me.t() - quarter * ROWS;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
           if (row + i < 0 || row + i >= ROWS) continue;
@@ -820,7 +820,7 @@ DEVICE void attend(Self& me, const Turn& turn, int layer) {
 #pragma unroll 1
   for (int i = 0;; i++) {
     if (i && i % KNOWN_UNITS == 0) find_units(me, i);
-    const Unit unit = *(const Unit*)s.unit[i % KNOWN_UNITS];
+    const Unit unit = s.unit[i % KNOWN_UNITS];
     const bool is_there = unit.sequence >= 0;
     Page page;
     if (is_there) {
