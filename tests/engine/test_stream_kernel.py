@@ -95,6 +95,30 @@ def test_a_row_has_the_same_bits_whatever_kernel_and_rows_are_beside_it(which):
     assert torch.equal(own.cache.float()[:, written], after.float()[:, written])
 
 
+@pytest.mark.parametrize("cache", ["bf16", "fp8"])
+def test_a_long_text_whose_pages_a_lane_merges_several_of(cache):
+    """20 pages: each of the 8 lanes that merge a head's pages has two or three of them."""
+    options = {"cache": cache, "slots": 1, "max_seq_len": 1300}
+    plain, own = gpu_model(TINY, **options), emulated(gpu_model(TINY, **options), 5)
+    text = random_ids(1260)
+    theirs, ours = Pages(plain), Pages(own)
+    theirs.all_logits(text[:1255])
+    own.cache.copy_(plain.cache)
+    expected, found = (pages.logits(text[1255:], 1255) for pages in (theirs, ours))
+    assert relative(found, expected) < 0.01
+
+
+def test_more_pages_than_a_block_looks_up_at_once():
+    text = random_ids(190)
+    found = []
+    for known in (16, 1):
+        own = pair("llama", rows=(16,), KNOWN_UNITS=known)[1]
+        pages = Pages(own, [3, 1, 4, 0, 2])
+        own.prefill(text[:185], pages.table, 0)
+        found.append(pages.logits(text[185:], 185).clone())
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize(
     "macros", [{}, {"SHAPE_QKV_STREAMED": 1, "SHAPE_GATE_UP_STREAMED": 1, "SHAPE_HEAD_STREAMED": 1}]
 )

@@ -239,6 +239,7 @@ DEVICE Unit unit_of(const Params& p, int block, int turn) {
   return {-1, 0, 0, 0};
 }
 DEVICE void find_units(Self& me, int first) {
+  sync_consumers();  // what is there has been read, and what it is found by written
   if (me.tid < KNOWN_UNITS) shared().unit[me.tid] = unit_of(me.p, me.block(), first + me.tid);
   sync_consumers();
 }
@@ -265,7 +266,6 @@ DEVICE void begin_turn(Self& me, const Turn& turn) {
     s.start[me.tid] = start_of(me.p, turn, me.tid);
     s.pages[me.tid] = pages_of(me.p, turn, me.tid);
   }
-  sync_consumers();
   find_units(me, 0);
 }
 
@@ -819,7 +819,10 @@ DEVICE void attend(Self& me, const Turn& turn, int layer) {
   bool is_beyond = false;
 #pragma unroll 1
   for (int i = 0;; i++) {
-    if (i && i % KNOWN_UNITS == 0) find_units(me, i);
+    if (i && i % KNOWN_UNITS == 0) {
+      find_units(me, i);
+      is_beyond = true;
+    }
     const Unit unit = s.unit[i % KNOWN_UNITS];
     const bool is_there = unit.sequence >= 0;
     Page page;
@@ -848,7 +851,6 @@ DEVICE void attend(Self& me, const Turn& turn, int layer) {
     }
     sync_consumers();
     if (me.tid == 0) add_release(attention_counter(me.p, unit.sequence * KV_HEADS + unit.head));
-    if (i == KNOWN_UNITS) is_beyond = true;
   }
   if (is_beyond) find_units(me, 0);  // for the next layer
 }
